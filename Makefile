@@ -1,0 +1,50 @@
+# pagestride: `make demo` and `make test` are all a new user needs; `make help` lists the rest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+OUT    ?= out
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format train score soak bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# A stamp for each set of packages: the second run installs nothing and needs no network.
+$(VENV)/.stamp-run: pyproject.toml constraints.txt
+	$(PYTHON) tools/check_python.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,run]'
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,run,dev]'
+	touch $@
+
+demo: $(VENV)/.stamp-run ## draw digits with both engines in all six layouts
+	@mkdir -p $(OUT)
+	$(BIN)/pagestride run --backend torch_cuda --out $(OUT)/digits-torch_cuda.png
+	$(BIN)/pagestride run --backend jax_gpu --out $(OUT)/digits-jax_gpu.png
+	$(BIN)/pagestride compare --out $(OUT)/compare.png --json $(OUT)/compare.json
+
+test: $(VENV)/.stamp-dev ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.stamp-dev ## ruff, mypy --strict, the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/layering
+
+format: $(VENV)/.stamp-dev ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+train: $(VENV)/.stamp-run ## train the digits model again (seeded; under half an hour on 2 cores)
+	$(BIN)/python -m diffusion_runner.digits.train
+
+score: $(VENV)/.stamp-run ## let an independent classifier read 500 generated digits
+	$(BIN)/pagestride score
+
+clean: ## remove the environment and the pictures
+	rm -rf $(VENV) $(OUT) build dist
