@@ -1,0 +1,170 @@
+"""Prefix keys: equal keys mean equal K/V, in every process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from block_manager import PrefixCacheError, PrefixDomain, PrefixFeature, prefix_keys
+from block_manager.prefix_keys import frame, group_key
+
+TOKENS = tuple(range(100, 116))
+PLAIN = PrefixDomain()
+
+
+def test_one_key_for_each_full_block() -> None:
+    keys = prefix_keys(TOKENS[:15], 4, PLAIN)
+    assert len(keys) == 3
+    assert {len(key) for key in keys} == {32}
+    assert keys == prefix_keys(TOKENS, 4, PLAIN, num_tokens=15)
+    assert keys == prefix_keys(list(TOKENS), 4, PLAIN)[:3]
+
+
+def test_keys_are_chained() -> None:
+    other = (99, *TOKENS[1:])
+    assert not set(prefix_keys(TOKENS, 4, PLAIN)) & set(prefix_keys(other, 4, PLAIN))
+
+
+DOMAINS = {
+    "plain": PLAIN,
+    "namespace": PrefixDomain("model-b"),
+    "lora": PrefixDomain(lora_id="style"),
+    "lora by number": PrefixDomain(lora_id=1),
+    "lora scale": PrefixDomain(lora_id="style", lora_scale=0.5),
+    "salt": PrefixDomain(salt="tenant"),
+    "salt that looks like the lora": PrefixDomain(salt="style"),
+    "branch": PrefixDomain(cfg_branch="negative"),
+    "branch by number": PrefixDomain(cfg_branch=1),
+    "branch 0": PrefixDomain(cfg_branch=0),
+    "empty salt": PrefixDomain(salt=""),
+}
+
+
+def test_every_domain_has_keys_of_its_own() -> None:
+    # W5: vllm#44706
+    found = {name: set(prefix_keys(TOKENS, 4, domain)) for name, domain in DOMAINS.items()}
+    for a, b in combinations(found, 2):
+        assert not found[a] & found[b], (a, b)
+
+
+def test_image_content_and_spans_change_the_keys_from_their_first_block_on() -> None:
+    # W5: the same placeholder tokens stand for another image, or attend otherwise
+    one = prefix_keys(TOKENS, 4, PLAIN, features=[PrefixFeature("sha:one", 5, 4)])
+    two = prefix_keys(TOKENS, 4, PLAIN, features=[PrefixFeature("sha:two", 5, 4)])
+    assert one[0] == two[0]
+    assert not set(one[1:]) & set(two[1:])
+    spans = prefix_keys(TOKENS, 4, PLAIN, spans=[(5, 9)])
+    wider = prefix_keys(TOKENS, 4, PLAIN, spans=[(5, 10)])
+    assert spans[0] == wider[0]
+    assert not set(spans[1:]) & set(wider[1:])
+    assert prefix_keys(TOKENS, 4, PLAIN, spans=[]) != prefix_keys(TOKENS, 4, PLAIN)
+
+
+def test_a_moved_image_changes_the_keys() -> None:
+    here = prefix_keys(TOKENS, 4, PLAIN, features=[PrefixFeature("sha", 4, 4)])
+    there = prefix_keys(TOKENS, 4, PLAIN, features=[PrefixFeature("sha", 5, 3)])
+    assert here[1] != there[1]
+
+
+def test_groups_have_keys_of_their_own() -> None:
+    key = prefix_keys(TOKENS, 4, PLAIN)[0]
+    assert len({group_key(key, group) for group in range(4)}) == 4
+
+
+_values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+)
+
+
+def _typed(values: list[object]) -> list[tuple[str, str]]:
+    return [(type(value).__name__, repr(value)) for value in values]
+
+
+@given(st.lists(_values, max_size=5), st.lists(_values, max_size=5))
+def test_framing_is_injective(a: list[object], b: list[object]) -> None:
+    assert (frame(a) == frame(b)) == (_typed(a) == _typed(b))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(("ab", "c"), ("a", "bc")), ((1,), (True,)), (("1",), (1,)), ((None,), ("",)), ((), (None,))],
+)
+def test_framing_of_classic_collisions(a: tuple[str, ...], b: tuple[str, ...]) -> None:
+    assert frame(a) != frame(b)
+
+
+GOLDEN = "e0fea56be073651dcbc83e45cdda9095038771e705b18fb39a713054edb06586"
+
+
+def test_keys_are_the_same_in_every_process_and_version() -> None:
+    domain = PrefixDomain("golden", lora_id="a", lora_scale=0.5, salt="s", cfg_branch=1)
+    features = [PrefixFeature("img", 2, 3)]
+    keys = prefix_keys(TOKENS, 4, domain, features=features, spans=[(2, 5)])
+    assert keys[-1].hex() == GOLDEN
+    code = (
+        "from block_manager import *\n"
+        "d = PrefixDomain('golden', lora_id='a', lora_scale=0.5, salt='s', cfg_branch=1)\n"
+        f"print(prefix_keys({TOKENS}, 4, d, features=[PrefixFeature('img', 2, 3)], "
+        "spans=[(2, 5)])[-1].hex())"
+    )
+    for seed in ("0", "1"):
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+        )
+        assert out.stdout.strip() == GOLDEN
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kwargs", "message"),
+    [
+        ((1, 2.5), {}, r"token_ids\[1\]: expected an int of at most 64 bits, got 2.5"),
+        ((1, 2**63), {}, r"token_ids\[1\]: expected an int of at most 64 bits"),
+        ((1, 2), {"num_tokens": 3}, "num_tokens: expected at most the 2 of token_ids, got 3"),
+        (
+            TOKENS,
+            {"features": [PrefixFeature("b", 4, 4), PrefixFeature("a", 6, 1)]},
+            r"features\[1\]: 'a' starts at 6, inside or before one that ends at 8",
+        ),
+    ],
+)
+def test_what_cannot_be_keyed_raises(
+    tokens: tuple[int, ...], kwargs: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PrefixCacheError, match=message):
+        prefix_keys(tokens, 4, PLAIN, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"namespace": ""}, "namespace: expected a non-empty string"),
+        ({"lora_scale": float("nan")}, "lora_scale: expected a finite number, got nan"),
+        ({"salt": 3}, "salt: expected None, str, got 3"),
+        ({"cfg_branch": 1.0}, "cfg_branch: expected None, str or int, got 1.0"),
+    ],
+)
+def test_a_malformed_domain_raises(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(PrefixCacheError, match=message):
+        PrefixDomain(**kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("identifier", "offset", "length"), [("", 0, 1), ("x", -1, 1), ("x", 0, 0)]
+)
+def test_a_malformed_feature_raises(identifier: str, offset: int, length: int) -> None:
+    with pytest.raises(PrefixCacheError, match="feature"):
+        PrefixFeature(identifier, offset, length)
