@@ -1,0 +1,133 @@
+"""The pool: one flat array of words, consumed by what changes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from backends.jax_gpu.dtypes import WORD_DTYPES
+from backends.jax_gpu.paging import PoolPlan
+from layout_core.errors import PoolError
+from layout_core.serving import check_servable
+from layout_core.views import ResolvedLayout
+
+
+@jax.tree_util.register_pytree_node_class
+class JaxPool:
+    """A paged K/V pool: ``words [num_rows, words_per_row]`` and the plan they are laid out by.
+
+    A pytree with one leaf, so it goes through ``jit``, ``scan`` and ``shard_map`` and can be
+    donated there. Outside of them every call that changes the pool returns a new one and
+    consumes the old, which then cannot be used again.
+    """
+
+    __slots__ = ("_consumed_by", "_plan", "_words")
+
+    def __init__(self, words: Any, plan: PoolPlan) -> None:
+        self._words = words
+        self._plan = plan
+        self._consumed_by: str | None = None
+
+    @property
+    def plan(self) -> PoolPlan:
+        """The plan as this engine addresses it."""
+        return self._plan
+
+    @property
+    def resolved(self) -> ResolvedLayout:
+        """The plan as the core resolved it."""
+        return self._plan.resolved
+
+    @property
+    def words(self) -> jax.Array:
+        """The array itself.
+
+        Raises:
+            PoolError: the pool was consumed.
+        """
+        if self._consumed_by is not None:
+            raise PoolError(
+                f"pool: it was consumed by {self._consumed_by}; use the pool that the call returned"
+            )
+        words = self._words
+        if isinstance(words, jax.Array) and not is_traced(words) and words.is_deleted():
+            raise PoolError(
+                "pool: it was consumed by a program that it was donated to; use the pool that "
+                "the program returned"
+            )
+        return words  # type: ignore[no-any-return]  # a leaf may be anything inside JAX
+
+    def consume(self, by: str) -> None:
+        """Mark the pool as gone; ``by`` is named to whoever uses it again."""
+        self._consumed_by = by
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array], PoolPlan]:
+        return (self.words,), self._plan
+
+    @classmethod
+    def tree_unflatten(cls, plan: PoolPlan, leaves: tuple[Any]) -> JaxPool:
+        return cls(leaves[0], plan)
+
+    def __repr__(self) -> str:
+        state = "" if self._consumed_by is None else f", consumed by {self._consumed_by}"
+        rows, width = self._plan.shape
+        return (
+            f"JaxPool({self.resolved.layout.name}, {rows} rows of {width} uint"
+            f"{self._plan.geometry.word_bits}{state})"
+        )
+
+
+def is_traced(*arrays: object) -> bool:
+    """Whether any of these stands for a value inside a program that is being built."""
+    return any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def allocate(resolved: ResolvedLayout, device: jax.Device) -> JaxPool:
+    """A zeroed pool of ``resolved.size_bytes`` bytes.
+
+    Raises:
+        UnsupportedError: a layer that no engine serves, or an element type that this one
+            does not store.
+        IndexLimitError: the rows of the pool do not fit int32; nothing is allocated.
+    """
+    check_servable(resolved)
+    plan = PoolPlan(resolved)
+    words = jnp.zeros(plan.shape, WORD_DTYPES[plan.geometry.word_bits], device=device)
+    return JaxPool(words, plan)
+
+
+def load_bytes(resolved: ResolvedLayout, data: bytes, device: jax.Device) -> JaxPool:
+    """A pool that holds a copy of ``data``.
+
+    Raises:
+        PoolError: ``data`` is not ``resolved.size_bytes`` long.
+        UnsupportedError, IndexLimitError: as :func:`allocate`.
+    """
+    check_servable(resolved)
+    plan = PoolPlan(resolved)
+    if len(data) != resolved.size_bytes:
+        raise PoolError(
+            f"data: expected {resolved.size_bytes} bytes, as many as the plan has, got {len(data)}"
+        )
+    host = np.frombuffer(data, dtype=WORD_DTYPES[plan.geometry.word_bits]).reshape(plan.shape)
+    # a real copy: an array that shares the caller's memory could not be donated
+    return JaxPool(jnp.array(host, copy=True, device=device), plan)
+
+
+def pool_bytes(pool: JaxPool) -> bytes:
+    """The whole allocation, in address order."""
+    return host_view(pool.words).tobytes()
+
+
+def host_view(array: jax.Array) -> np.ndarray[Any, np.dtype[Any]]:
+    """The array's contents as NumPy, short-lived: keep no reference to the result.
+
+    ``np.asarray(array)`` would leave a view cached in ``array`` itself, and a pool with a
+    live view is copied where it should be donated. The shard's own array takes the view here.
+    """
+    if len(array.sharding.device_set) == 1:
+        return np.asarray(array.addressable_data(0))
+    return np.asarray(jnp.copy(array))

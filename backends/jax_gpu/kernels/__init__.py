@@ -1,0 +1,1 @@
+"""Attention kernels over the pool; ``select`` says which runs."""

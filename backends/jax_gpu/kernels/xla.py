@@ -1,0 +1,409 @@
+"""Paged attention in plain XLA operations, on any device.
+
+For each KV head and each row, the keys that the row's queries see are gathered from their
+pages into float32, then each chunk of queries attends to them. A table of more than
+:data:`KEY_CHUNK` keys is walked in chunks, with an online softmax, and the bounds of the walk
+are data: keys outside the intervals, and the unused rest of a bucket, cost nothing. Within a
+chunk a query's interval is a mask.
+
+Keys and values outside the row's visible range are set to zero before any product, because
+they may be NaN, and ``0 * NaN`` is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from backends.jax_gpu.paging import Address, CellShape, read_cells
+
+MAX_QUERY_ROWS = 512
+"""Queries of a chunk times query heads of a KV head: the rows of a matrix product."""
+
+KEY_CHUNK = 512
+"""Keys of a chunk; a table of no more is read whole."""
+
+_FLOAT = jnp.float32
+_MINUS_INFINITY = float("-inf")
+_INT32_MAX = 2**31 - 1
+
+# indices here are never negative, so JAX need not compile their wrapping
+_slice = partial(lax.dynamic_slice, allow_negative_indices=False)
+_update = partial(lax.dynamic_update_slice, allow_negative_indices=False)
+_dot = partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=_FLOAT)
+
+KeysAndValues = tuple[jax.Array, jax.Array]
+
+Bias = Callable[[jax.Array, jax.Array | int], jax.Array]
+"""Scores ``[m, keys]`` and the position of the first key -> the scores with a mask applied."""
+
+OutputAndLSE = tuple[jax.Array, jax.Array]
+
+
+def query_chunk(num_tokens: int, num_rows: int, group_size: int) -> int:
+    """Queries of a chunk: a power of two near the mean row, so that short rows pad little."""
+    mean = -(-num_tokens // max(num_rows, 1))
+    power = 1 << max(mean - 1, 0).bit_length()
+    return max(min(power, MAX_QUERY_ROWS // group_size), min(8, num_tokens), 1)
+
+
+def paged_attention(
+    words: jax.Array,
+    cell: CellShape,
+    address: Address,
+    query: jax.Array,
+    block_table: jax.Array,
+    cu_seqlens: jax.Array,
+    row_lo: jax.Array,
+    row_hi: jax.Array,
+    lo: jax.Array,
+    hi: jax.Array,
+    *,
+    score_scale: jax.Array,
+    value_scale: jax.Array,
+    softcap: jax.Array | None,
+) -> OutputAndLSE:
+    """Attention of packed rows over their pages.
+
+    Args:
+        words: the pool.
+        query: ``[T, Hq, D]``, rows packed one after another.
+        block_table: int32 ``[R, M]``.
+        cu_seqlens: int32 ``[R + 1]``.
+        row_lo, row_hi: int32 ``[R]``, the union of the intervals of a row's queries.
+        lo, hi: int32 ``[T]``, the half-open interval of keys that each query sees.
+        score_scale: multiplies ``q · k`` as stored.
+        value_scale: multiplies the stored values.
+        softcap: ``None``, or ``c`` in ``c * tanh(score / c)``.
+
+    Returns:
+        ``(output [T, Hq, Dv]`` in the query's dtype, ``lse [T, Hq]`` in float32``)``. A query
+        that sees no key gives zeros and −inf.
+    """
+    tokens, num_heads, _ = query.shape
+    rows, max_blocks = block_table.shape
+    heads, group = cell.num_kv_heads, num_heads // cell.num_kv_heads
+    max_keys = max_blocks * cell.block_size
+    if tokens == 0 or max_keys == 0:
+        output = jnp.zeros((tokens, num_heads, cell.head_size_v), query.dtype)
+        return output, jnp.full((tokens, num_heads), _MINUS_INFINITY, _FLOAT)
+
+    chunk = query_chunk(tokens, rows, group)
+    padding = (0, chunk)  # so that the last chunk of the last row is a whole slice
+    # [H, (T + chunk) * group, D]: queries of one KV head packed as rows of one matrix
+    packed = query.astype(_FLOAT) * score_scale
+    packed = packed.reshape(tokens, heads, group, -1).transpose(1, 0, 2, 3)
+    packed = jnp.pad(packed, ((0, 0), padding, (0, 0), (0, 0)))
+    packed = packed.reshape(heads, (tokens + chunk) * group, -1)
+    lo, hi = jnp.pad(lo, padding), jnp.pad(hi, padding)
+    chunked = max_keys > KEY_CHUNK
+    attend = partial(_attend_in_chunks if chunked else _attend_at_once, softcap=softcap)
+
+    def one_head(head_and_queries: tuple[jax.Array, jax.Array]) -> OutputAndLSE:
+        head, queries = head_and_queries
+
+        def one_row(row: jax.Array, carry: tuple[OutputAndLSE, KeysAndValues | None]) -> object:
+            state, buffers = carry
+            table = _slice(block_table, (row, 0), (1, max_blocks))[0]
+            read = partial(_read_keys, words, cell, address, head, table, row_lo[row], row_hi[row])
+            if buffers is None:
+                keys_and_values = read(jnp.arange(max_keys, dtype=jnp.int32))
+            else:
+                buffers = _fill(read, row_lo[row], row_hi[row], buffers)
+                keys_and_values = buffers
+            begin, end = cu_seqlens[row], cu_seqlens[row + 1]
+
+            def one_chunk(index: jax.Array, state: OutputAndLSE) -> OutputAndLSE:
+                start = begin + index * chunk
+                # queries past the row's end see nothing here; their own row writes them later
+                inside = start + jnp.arange(chunk, dtype=jnp.int32) < end
+                output, lse = attend(
+                    _slice(queries, (start * group, 0), (chunk * group, queries.shape[1])),
+                    jnp.repeat(jnp.where(inside, _slice(lo, (start,), (chunk,)), 0), group),
+                    jnp.repeat(jnp.where(inside, _slice(hi, (start,), (chunk,)), 0), group),
+                    *keys_and_values,
+                )
+                output = (output * value_scale).astype(query.dtype)
+                return (
+                    _update(state[0], output, (start * group, 0)),
+                    _update(state[1], lse, (start * group,)),
+                )
+
+            chunks = lax.div(end - begin + (chunk - 1), chunk)
+            return lax.fori_loop(0, chunks, one_chunk, state), buffers
+
+        state = (
+            jnp.zeros((queries.shape[0], cell.head_size_v), query.dtype),
+            jnp.full((queries.shape[0],), _MINUS_INFINITY, _FLOAT),
+        )
+        buffers = None
+        if chunked:
+            padded_keys = -(-max_keys // KEY_CHUNK) * KEY_CHUNK
+            buffers = (
+                jnp.zeros((padded_keys, cell.head_size), _FLOAT),
+                jnp.zeros((padded_keys, cell.head_size_v), _FLOAT),
+            )
+        (output, lse), _ = lax.fori_loop(0, rows, one_row, (state, buffers))
+        return output[: tokens * group], lse[: tokens * group]
+
+    output, lse = lax.map(one_head, (jnp.arange(heads, dtype=jnp.int32), packed))
+    output = output.reshape(heads, tokens, group, -1).transpose(1, 0, 2, 3)
+    lse = lse.reshape(heads, tokens, group).transpose(1, 0, 2)
+    return output.reshape(tokens, num_heads, -1), lse.reshape(tokens, num_heads)
+
+
+def _read_keys(
+    words: jax.Array,
+    cell: CellShape,
+    address: Address,
+    head: jax.Array,
+    table: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    position: jax.Array,
+) -> KeysAndValues:
+    """One head's K and V at these positions of a row, float32, zero outside ``[first, last)``."""
+    entry = jnp.minimum(lax.div(position, cell.block_size), table.shape[0] - 1)
+    block = table.at[entry].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    cells = (
+        address.offset
+        + block * address.block_stride
+        + lax.rem(position, cell.block_size) * address.token_stride
+        + head * address.head_stride
+    )
+    key, value = read_cells(words, cell, cells)
+    visible = ((position >= first) & (position < last))[:, None]
+    return (
+        jnp.where(visible, key.astype(_FLOAT), 0),
+        jnp.where(visible, value.astype(_FLOAT), 0),
+    )
+
+
+def _fill(
+    read: Callable[[jax.Array], KeysAndValues],
+    first: jax.Array,
+    last: jax.Array,
+    buffers: KeysAndValues,
+) -> KeysAndValues:
+    """The buffers with every chunk that has a position of ``[first, last)`` read anew."""
+
+    def one_chunk(index: jax.Array, buffers: KeysAndValues) -> KeysAndValues:
+        start = index * KEY_CHUNK
+        key, value = read(start + jnp.arange(KEY_CHUNK, dtype=jnp.int32))
+        return _update(buffers[0], key, (start, 0)), _update(buffers[1], value, (start, 0))
+
+    begin, end = _chunk_range(first, last)
+    filled: KeysAndValues = lax.fori_loop(begin, end, one_chunk, buffers)
+    return filled
+
+
+def _chunk_range(first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The chunks of keys that have a position of ``[first, last)``."""
+    return lax.div(first, KEY_CHUNK), lax.div(last + (KEY_CHUNK - 1), KEY_CHUNK)
+
+
+def _scores(
+    queries: jax.Array,
+    key: jax.Array,
+    lo: jax.Array,
+    hi: jax.Array,
+    start: jax.Array | int,
+    softcap: jax.Array | None,
+    bias: Bias | None,
+) -> jax.Array:
+    """Scores ``[m, keys]`` of the keys from position ``start``, −inf where not visible."""
+    score = _dot(queries, key, (((1,), (1,)), ((), ())))
+    if softcap is not None:
+        score = softcap * jnp.tanh(score / softcap)
+    if bias is not None:
+        score = bias(score, start)
+    position = start + jnp.arange(key.shape[0], dtype=jnp.int32)
+    return jnp.where((position >= lo[:, None]) & (position < hi[:, None]), score, _MINUS_INFINITY)
+
+
+def _finite(largest: jax.Array) -> jax.Array:
+    """What to subtract from scores: a query that sees nothing must not give −inf − −inf."""
+    return jnp.where(largest == _MINUS_INFINITY, 0, largest)
+
+
+def _finish(output: jax.Array, base: jax.Array, total: jax.Array) -> OutputAndLSE:
+    return output / jnp.where(total == 0, 1, total)[:, None], base + jnp.log(total)
+
+
+def _attend_at_once(
+    queries: jax.Array,
+    lo: jax.Array,
+    hi: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    softcap: jax.Array | None = None,
+    bias: Bias | None = None,
+) -> OutputAndLSE:
+    """Attention of scaled queries ``[m, D]`` over all keys, which start at position 0.
+
+    Returns:
+        ``(output [m, Dv], log of the sum of exponentials [m])``, float32.
+    """
+    score = _scores(queries, key, lo, hi, 0, softcap, bias)
+    base = _finite(jnp.max(score, axis=1))
+    weight = jnp.exp(score - base[:, None])
+    output = _dot(weight, value, (((1,), (0,)), ((), ())))
+    return _finish(output, base, jnp.sum(weight, axis=1))
+
+
+def _attend_in_chunks(
+    queries: jax.Array,
+    lo: jax.Array,
+    hi: jax.Array,
+    key_buffer: jax.Array,
+    value_buffer: jax.Array,
+    *,
+    softcap: jax.Array | None = None,
+    bias: Bias | None = None,
+) -> OutputAndLSE:
+    """As :func:`_attend_at_once`, over only the chunks of keys that any of the queries sees."""
+    sees = lo < hi
+    last = jnp.max(jnp.where(sees, hi, 0))
+    first = jnp.minimum(jnp.min(jnp.where(sees, lo, _INT32_MAX)), last)
+
+    def one_chunk(
+        index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        largest, total, output = state
+        start = index * KEY_CHUNK
+        key = _slice(key_buffer, (start, 0), (KEY_CHUNK, key_buffer.shape[1]))
+        value = _slice(value_buffer, (start, 0), (KEY_CHUNK, value_buffer.shape[1]))
+        score = _scores(queries, key, lo, hi, start, softcap, bias)
+        new_largest = jnp.maximum(largest, jnp.max(score, axis=1))
+        base = _finite(new_largest)
+        weight = jnp.exp(score - base[:, None])
+        shrink = jnp.exp(largest - base)
+        total = total * shrink + jnp.sum(weight, axis=1)
+        output = output * shrink[:, None] + _dot(weight, value, (((1,), (0,)), ((), ())))
+        return new_largest, total, output
+
+    count = queries.shape[0]
+    state = (
+        jnp.full((count,), _MINUS_INFINITY, _FLOAT),
+        jnp.zeros((count,), _FLOAT),
+        jnp.zeros((count, value_buffer.shape[1]), _FLOAT),
+    )
+    largest, total, output = lax.fori_loop(*_chunk_range(first, last), one_chunk, state)
+    return _finish(output, _finite(largest), total)
+
+
+def dense_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lo: jax.Array,
+    hi: jax.Array,
+    mask: jax.Array | None,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Attention over contiguous K/V, by the same steps as over pages.
+
+    Args:
+        query: ``[B, Sq, Hq, D]``.
+        key, value: ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``.
+        lo, hi: int32 ``[B, Sq]``, the half-open interval of keys that each query sees.
+        mask: ``None``, or what broadcasts to ``[B, Hq, Sq, Sk]``: boolean, true for keys that
+            stay visible, or a float that is added to the scores, −inf for those that do not.
+
+    Returns:
+        ``[B, Sq, Hq, Dv]`` in the query's dtype; zero where a query sees nothing.
+    """
+    batch, tokens, num_heads, size = query.shape
+    num_keys, heads = key.shape[1:3]
+    group = num_heads // max(heads, 1)
+    if batch == 0 or tokens == 0 or num_keys == 0:
+        return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+    chunk = query_chunk(tokens, 1, group)
+    chunks = -(-tokens // chunk)
+    rest = chunks * chunk - tokens
+    chunked = num_keys > KEY_CHUNK
+    key_rest = -num_keys % KEY_CHUNK if chunked else 0
+
+    used = _used_keys(lo, hi, mask, num_keys)[:, :, None, None]
+    key = jnp.where(used, key.astype(_FLOAT), 0).transpose(0, 2, 1, 3)
+    value = jnp.where(used, value.astype(_FLOAT), 0).transpose(0, 2, 1, 3)
+    key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, key_rest), (0, 0))) for x in (key, value))
+    # [B, H, chunks, chunk * group, D]
+    queries = jnp.pad(query.astype(_FLOAT) * scale, ((0, 0), (0, rest), (0, 0), (0, 0)))
+    queries = queries.reshape(batch, chunks, chunk, heads, group, size)
+    queries = queries.transpose(0, 3, 1, 2, 4, 5).reshape(batch, heads, chunks, chunk * group, size)
+    lo, hi = (jnp.pad(x, ((0, 0), (0, rest))).reshape(batch, chunks, chunk) for x in (lo, hi))
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (*mask.shape[:3], num_keys))
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, rest if mask.shape[2] > 1 else 0), (0, key_rest)))
+    attend = _attend_in_chunks if chunked else _attend_at_once
+
+    def one_head(index: jax.Array) -> jax.Array:
+        sample, head = lax.div(index, heads), lax.rem(index, heads)
+        own = queries[sample, head], lo[sample], hi[sample], jnp.arange(chunks, dtype=jnp.int32)
+        own_key, own_value = key[sample, head], value[sample, head]
+
+        def one_chunk(part: tuple[jax.Array, ...]) -> jax.Array:
+            rows, chunk_lo, chunk_hi, at = part
+            bias = None
+            if mask is not None:
+                bias = partial(_apply_mask, mask, (sample, head * group, at * chunk), group, chunk)
+            output, _ = attend(
+                rows,
+                jnp.repeat(chunk_lo, group),
+                jnp.repeat(chunk_hi, group),
+                own_key,
+                own_value,
+                bias=bias,
+            )
+            return output.astype(query.dtype)
+
+        outputs: jax.Array = lax.map(one_chunk, own)
+        return outputs
+
+    output: jax.Array = lax.map(one_head, jnp.arange(batch * heads, dtype=jnp.int32))
+    output = output.reshape(batch, heads, chunks * chunk, group, -1)[:, :, :tokens]
+    return output.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, num_heads, -1)
+
+
+def _used_keys(lo: jax.Array, hi: jax.Array, mask: jax.Array | None, num_keys: int) -> jax.Array:
+    """``[B, Sk]``: whether any query of any head sees a key."""
+    position = jnp.arange(num_keys, dtype=jnp.int32)
+    if mask is None:  # how many intervals cover a key: openings less closings up to it
+        steps = jnp.zeros((lo.shape[0], num_keys + 1), jnp.int32)
+        sample = jnp.arange(lo.shape[0])[:, None]
+        steps = steps.at[sample, lo].add(1).at[sample, hi].add(-1)
+        covered: jax.Array = jnp.cumsum(steps, axis=1)[:, :num_keys] > 0
+        return covered
+    shown = (position >= lo[..., None]) & (position < hi[..., None])  # [B, Sq, Sk]
+    stays = mask if mask.dtype == jnp.bool_ else mask != _MINUS_INFINITY
+    seen: jax.Array = jnp.any(shown & jnp.any(stays, axis=1), axis=1)
+    return seen
+
+
+def _apply_mask(
+    mask: jax.Array,
+    at: tuple[jax.Array, jax.Array, jax.Array],
+    group: int,
+    chunk: int,
+    score: jax.Array,
+    start: jax.Array | int,
+) -> jax.Array:
+    """The part of a mask at (sample, head, query), applied to the scores of a chunk."""
+    full = (1, group, chunk, score.shape[1])
+    sizes = [1 if b == 1 else a for a, b in zip(full, mask.shape, strict=True)]
+    begin = tuple(
+        jnp.int32(0) if size == 1 else jnp.int32(i)
+        for i, size in zip((*at, start), mask.shape, strict=True)
+    )
+    part = _slice(mask, begin, sizes)[0].transpose(1, 0, 2)  # [chunk, group, keys], some of 1
+    part = jnp.broadcast_to(part, (chunk, group, score.shape[1])).reshape(score.shape)
+    if mask.dtype == jnp.bool_:
+        return jnp.where(part, score, _MINUS_INFINITY)
+    return score + part.astype(_FLOAT)

@@ -1,0 +1,1 @@
+"""Attention kernels of the torch engine; :mod:`.select` says which serves what."""

@@ -1,0 +1,173 @@
+"""How the torch engine cuts rows into calls, and that a step reads nothing back."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backends.torch_cuda.kernels.segments import MIN_RUN, TILE, Mode, Segment, segment_row
+from layout_core.rows import PagedAttentionRow
+from layout_core.visibility import Visibility, row_intervals
+from tests.engines.test_torch_paged import ENGINE, Tables, plan, poisoned, random, row
+from tests.oracle import mask_from_intervals
+
+
+def intervals(
+    queries: int, keys: int, start: int, spans: Any = None, **rule: Any
+) -> tuple[array[int], array[int]]:
+    one = PagedAttentionRow("r", queries, keys, kv_start_pos=start, sequence_id=0, read_only=True)
+    return row_intervals(one, Visibility(**rule), spans)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "start", "spans", "causal", "expected"),
+    [
+        (100, 300, 200, None, False, [Segment(0, 100, 0, 300, Mode.FULL)]),
+        (300, 300, 0, None, True, [Segment(0, 300, 0, 300, Mode.CAUSAL)]),
+        (
+            # the step of a model: a causal prefix, then a full span
+            120, 120, 0, [(40, 120)], True,
+            [Segment(0, 40, 0, 40, Mode.CAUSAL), Segment(40, 120, 0, 120, Mode.FULL)],
+        ),
+        (
+            # not square: tiles, each over the keys that it sees
+            600, 1000, 400, None, True,
+            [
+                Segment(0, TILE, 0, 656, Mode.MASKED),
+                Segment(TILE, 2 * TILE, 0, 912, Mode.MASKED),
+                Segment(2 * TILE, 600, 0, 1000, Mode.MASKED),
+            ],
+        ),
+        (5, 3, -2, None, True, [Segment(2, 5, 0, 3, Mode.MASKED)]),
+        (4, 0, 0, None, False, []),
+        (0, 9, 0, None, False, []),
+        (1, 9, 8, None, True, [Segment(0, 1, 0, 9, Mode.FULL)]),
+    ],
+)  # fmt: skip
+def test_rows_are_cut_into_the_fewest_calls(
+    queries: int, keys: int, start: int, spans: Any, causal: bool, expected: list[Segment]
+) -> None:
+    lo, hi = intervals(queries, keys, start, spans, causal=causal)
+    assert segment_row(lo, hi) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_segments_show_exactly_what_the_intervals_show(data: st.DataObject) -> None:
+    """Arbitrary intervals, built from runs so that every mode appears."""
+    lo: list[int] = []
+    hi: list[int] = []
+    for _ in range(data.draw(st.integers(0, 5))):
+        count = data.draw(st.sampled_from([1, 2, MIN_RUN - 1, MIN_RUN, 40, TILE + 3]))
+        first, last = sorted(data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60))))
+        slope = data.draw(st.sampled_from(["flat", "hi", "both"]))
+        for i in range(count):
+            lo.append(first + (i if slope == "both" else 0))
+            hi.append(last + (i if slope != "flat" else 0))
+    keys = max(hi, default=0)
+    truth = mask_from_intervals(lo, hi, keys) if lo else np.zeros((0, keys), bool)
+    shown = np.zeros_like(truth)
+    end = 0
+    for segment in segment_row(array("i", lo), array("i", hi)):
+        assert end <= segment.start < segment.end
+        assert segment.first < segment.last
+        end = segment.end
+        part = shown[segment.start : segment.end, segment.first : segment.last]
+        if segment.mode is Mode.FULL:
+            part[:] = True
+        elif segment.mode is Mode.CAUSAL:
+            assert part.shape[0] == part.shape[1]
+            part[:] = np.tril(np.ones(part.shape, bool))
+        else:
+            part[:] = truth[segment.start : segment.end, segment.first : segment.last]
+            assert truth[segment.start : segment.end].any(axis=1).all()
+    assert np.array_equal(shown, truth)
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and those that hand a device's value to the host."""
+
+    READS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "item",
+        "equal",
+        "_to_copy",
+        "unique",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def reads(self) -> dict[str, int]:
+        return {name: self.seen[name] for name in self.READS if self.seen[name]}
+
+
+def test_a_step_of_unchanged_rows_reads_nothing_back() -> None:
+    """Update and forward of a piecewise, partly read-only batch: no value reaches the host."""
+    resolved = plan()
+    tables = Tables({("r", 0): [7, 3, 12, 5], ("r", 1): [8, 10], ("r", "text"): [4]})
+    rows = [
+        row(30, 30),
+        row(4, 15, 11, sequence_id=1),
+        row(2, 3, 1, sequence_id=None, context_id="text", read_only=True),
+    ]
+    rng = np.random.default_rng(0)
+    pool = poisoned(resolved)
+    ENGINE.write(pool, 0, random(rng, 3, 2, 32), random(rng, 3, 2, 32), torch.tensor([32, 33, 34]))
+    ENGINE.write(
+        pool, 0, random(rng, 11, 2, 32), random(rng, 11, 2, 32),
+        torch.tensor([*range(64, 72), 80, 81, 82]),
+    )  # fmt: skip
+    query, key, value = (random(rng, 36, heads, 32) for heads in (4, 2, 2))
+    batch = ENGINE.prepare(
+        resolved,
+        rows,
+        tables,
+        visibility=Visibility(causal=True),
+        num_heads=4,
+        spans=[[(10, 29)], [], []],
+    )
+    with Watch() as watch:
+        ENGINE.update(batch, rows, tables)
+        out, _ = ENGINE.forward_paged(pool, 0, query, key, value, batch)
+    assert bool(torch.isfinite(out).all())
+    assert watch.seen["index_copy_"] == 2
+    assert watch.seen["index_select"] == 2 + 3  # K and V of the writing rows, cells of each row
+    assert watch.reads == {}
+    with Watch() as control:  # the double does count a read
+        float(out.sum())
+    assert control.reads == {"_local_scalar_dense": 1}
+
+
+def test_a_full_row_is_one_call() -> None:
+    resolved = plan()
+    tables = Tables({("r", 0): [7, 3, 12, 5]})
+    rng = np.random.default_rng(0)
+    query, key, value = (random(rng, 30, heads, 32) for heads in (4, 2, 2))
+    pool = poisoned(resolved)
+    batch = ENGINE.prepare(
+        resolved, [row(30, 30)], tables, visibility=Visibility(causal=False), num_heads=4
+    )
+    with Watch() as watch:
+        out, _ = ENGINE.forward_paged(pool, 0, query, key, value, batch)
+    assert out.is_contiguous()
+    calls = {name: n for name, n in watch.seen.items() if "scaled_dot_product" in name}
+    assert sum(calls.values()) == 1, calls

@@ -1,0 +1,117 @@
+"""The one table of tolerances: (operation, dtype) -> how far two results may lie apart, and why.
+
+Where bytes move (writes, copies, loads) there is no tolerance: tests compare bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """``|got - expected| <= absolute + relative * |expected|``, element by element."""
+
+    absolute: float
+    relative: float
+    reason: str
+
+
+TOLERANCES: dict[tuple[str, str], Tolerance] = {
+    ("attention", "float32"): Tolerance(
+        2e-5,
+        2e-5,
+        "float32 products and sums over up to some thousand keys of inputs of size 1, in an "
+        "order that the kernel chooses; the oracle is float64 over the same rounded inputs",
+    ),
+    ("attention", "float16"): Tolerance(
+        2e-3,
+        2e-3,
+        "the output is rounded to 11 bits (2^-11 = 5e-4), and a kernel may round the softmax "
+        "weights to float16 before it multiplies them with V",
+    ),
+    ("attention", "bfloat16"): Tolerance(
+        1.5e-2,
+        1.5e-2,
+        "as float16 with 8 bits: 2^-8 = 4e-3 for the output and again for the weights",
+    ),
+    ("attention over 8 bits", "float32"): Tolerance(
+        5e-5,
+        5e-5,
+        "the oracle reads the stored values, so storage does not count; scales enter the products",
+    ),
+    ("attention over 8 bits", "bfloat16"): Tolerance(
+        4e-2,
+        2e-2,
+        "as attention in bfloat16, the output multiplied by v_scale (2.5) after it was rounded",
+    ),
+    ("engines", "float32"): Tolerance(4e-5, 4e-5, "two results, each within 'attention'"),
+    ("engines", "float16"): Tolerance(4e-3, 4e-3, "two results, each within 'attention'"),
+    ("engines", "bfloat16"): Tolerance(3e-2, 3e-2, "two results, each within 'attention'"),
+    ("lse", "float32"): Tolerance(
+        2e-5, 2e-5, "a float32 sum of weights and one logarithm, on scores of size 1 to 10"
+    ),
+}
+
+
+class Mismatch(AssertionError):
+    """A comparison of numbers or bytes that failed: what a planted fault must lead to."""
+
+
+def tolerance(operation: str, dtype: str) -> Tolerance:
+    """The entry of the table; a missing one raises ``KeyError``, as nothing is assumed."""
+    return TOLERANCES[operation, dtype]
+
+
+def assert_close(
+    got: npt.ArrayLike, expected: npt.ArrayLike, operation: str, dtype: str, where: str = ""
+) -> None:
+    """Raise :class:`Mismatch` unless ``got`` is within the table's tolerance of ``expected``.
+
+    Shapes must be equal, and NaN anywhere in ``got`` fails.
+    """
+    limit = tolerance(operation, dtype)
+    a, b = np.asarray(got).astype(np.float64), np.asarray(expected).astype(np.float64)
+    if a.shape != b.shape:
+        raise Mismatch(f"{where}: shape {a.shape}, expected {b.shape}")
+    same = a == b  # equal infinities have no difference to measure
+    with np.errstate(invalid="ignore", over="ignore"):
+        inside = same | (np.abs(a - b) <= limit.absolute + limit.relative * np.abs(b))
+    if not inside.all():
+        worst = np.argwhere(~inside)[0]
+        at = tuple(int(i) for i in worst)
+        with np.errstate(invalid="ignore"):
+            largest = np.nanmax(np.abs(a - b)) if a.size else 0.0
+        raise Mismatch(
+            f"{where}: {int((~inside).sum())} of {inside.size} values outside the tolerance for "
+            f"{operation} in {dtype} ({limit.absolute:g} + {limit.relative:g} relative); first at "
+            f"{at}: got {a[at]!r}, expected {b[at]!r}; largest difference {largest:g}"
+        )
+
+
+def assert_same_bytes(got: bytes, expected: bytes, where: str = "") -> None:
+    """Raise :class:`Mismatch` unless two buffers are equal, naming the first byte that differs."""
+    if got == expected:
+        return
+    if len(got) != len(expected):
+        raise Mismatch(f"{where}: {len(got)} bytes, expected {len(expected)}")
+    a, b = np.frombuffer(got, np.uint8), np.frombuffer(expected, np.uint8)
+    differs = np.flatnonzero(a != b)
+    at = int(differs[0])
+    raise Mismatch(
+        f"{where}: {differs.size} of {a.size} bytes differ; first at byte {at}: got "
+        f"0x{a[at]:02x}, expected 0x{b[at]:02x}"
+    )
+
+
+def assert_same_bits(got: npt.NDArray[Any], expected: npt.NDArray[Any], where: str = "") -> None:
+    """Raise :class:`Mismatch` unless two arrays have one dtype, one shape and the same bits."""
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        raise Mismatch(
+            f"{where}: {got.dtype} {got.shape}, expected {expected.dtype} {expected.shape}"
+        )
+    assert_same_bytes(got.tobytes(), expected.tobytes(), where)
