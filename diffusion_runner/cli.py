@@ -1,0 +1,290 @@
+"""The command line: ``pagestride run | compare | score | layouts | doctor``.
+
+Commands only parse, call and print. Anything wrong with the input is one line on standard
+error and exit status 2, before anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from diffusion_runner import settings as defaults
+from diffusion_runner.errors import RunError
+from layout_core import KVCacheLayout, LayoutError
+
+if TYPE_CHECKING:
+    from diffusion_runner.settings import RunSettings
+
+BACKEND_VARIABLE = "PAGESTRIDE_BACKEND"
+EXIT_DIFFERENT = 1
+EXIT_BAD_INPUT = 2
+
+app = typer.Typer(
+    name="pagestride",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="A paged KV cache for diffusion transformers: one layout core, two engines.\n\n"
+    "Try `pagestride run --backend torch_cuda --prompt 'a handwritten seven' --out seven.png`, "
+    "then the same with `--backend jax_gpu`: the pictures agree.",
+)
+
+_PIPE_WIDTH = 120  # where output is no terminal, tables must not be cut to 80 columns
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PIPE_WIDTH)
+
+
+_out = _console()
+_err = _console(stderr=True)
+
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help=f"The engine: torch_cuda or jax_gpu. Without it, ${BACKEND_VARIABLE}; "
+        "there is no default.",
+        show_default=False,
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="cpu or cuda. Without it the engine chooses; a GPU asked for must be there."),
+]
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="The physical layout to pin, see `pagestride layouts`. NHD and HND are aliases of "
+        "LBNHC and LBHNC.",
+    ),
+]
+PromptOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt",
+        help="What to draw; give it several times for several. Without it, the ten digits.",
+        show_default=False,
+    ),
+]
+StepsOption = Annotated[int, typer.Option(help="Denoise steps; the first also writes the prompt.")]
+GuidanceOption = Annotated[
+    float,
+    typer.Option(
+        help="Classifier-free guidance. More than 1 runs two rows for each picture (the prompt "
+        "and the empty prompt), at most 1 runs one."
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the starting noise.")]
+BlockSizeOption = Annotated[int, typer.Option(help="Tokens of a block.")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Also write the figures as JSON.", dir_okay=False)
+]
+
+
+@app.command()
+def run(
+    out: Annotated[Path, typer.Option(help="The PNG to write.", dir_okay=False)],
+    backend: BackendOption = None,
+    device: DeviceOption = None,
+    layout: LayoutOption = defaults.DEFAULT_LAYOUT.name,
+    prompt: PromptOption = None,
+    count: Annotated[int, typer.Option(help="Pictures of each prompt.")] = 4,
+    steps: StepsOption = defaults.DEFAULT_STEPS,
+    guidance: GuidanceOption = defaults.DEFAULT_GUIDANCE,
+    seed: SeedOption = defaults.DEFAULT_SEED,
+    block_size: BlockSizeOption = defaults.DEFAULT_BLOCK_SIZE,
+    batch_size: Annotated[
+        int, typer.Option(help="Pictures that are drawn together, in one batch of rows.")
+    ] = defaults.DEFAULT_BATCH_SIZE,
+    kv_dtype: Annotated[
+        str, typer.Option(help=f"Element type of the pool: {', '.join(defaults.KV_DTYPES)}.")
+    ] = "float32",
+    pool_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks of the pool, the null block included. Without it the pool fits the batch.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-reuse/--no-prefix-reuse",
+            help="Read the prompt's K/V from its pages after the first step, or recompute it at "
+            "every step. The pictures are the same.",
+        ),
+    ] = True,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Share full blocks between prompts that begin alike.",
+        ),
+    ] = True,
+    json: JsonOption = None,
+) -> None:
+    """Draw digits with one engine."""
+    from diffusion_runner.report import print_run, write_run_json
+    from diffusion_runner.run import generate, save_pictures
+
+    settings = _settings(
+        prompts=prompt,
+        count=count,
+        backend=_backend(backend),
+        device=device,
+        layout=layout,
+        steps=steps,
+        guidance=guidance,
+        seed=seed,
+        block_size=block_size,
+        batch_size=batch_size,
+        prefix_reuse=prefix_reuse,
+        prefix_caching=prefix_caching,
+        kv_dtype=kv_dtype,
+        pool_blocks=pool_blocks,
+    )
+    result = generate(settings, console=_err)
+    save_pictures(result, out)
+    if json is not None:
+        write_run_json(result, json)
+    print_run(result, out, console=_out)
+
+
+@app.command()
+def compare(
+    out: Annotated[
+        Path | None, typer.Option(help="A PNG with one line of pictures for each run.")
+    ] = None,
+    device: DeviceOption = None,
+    prompt: PromptOption = None,
+    steps: StepsOption = defaults.DEFAULT_STEPS,
+    guidance: GuidanceOption = defaults.DEFAULT_GUIDANCE,
+    seed: SeedOption = defaults.DEFAULT_SEED,
+    block_size: BlockSizeOption = defaults.DEFAULT_BLOCK_SIZE,
+    json: JsonOption = None,
+) -> None:
+    """Draw the same digits with both engines in all six layouts, and compare them.
+
+    Exits with status 1 when a pixel differs by more than the written tolerance.
+    """
+    from diffusion_runner.compare import compare_all, save_comparison
+    from diffusion_runner.report import print_comparison, write_comparison_json
+
+    base = _settings(
+        prompts=prompt,
+        device=device,
+        steps=steps,
+        guidance=guidance,
+        seed=seed,
+        block_size=block_size,
+    )
+    comparison = compare_all(base, console=_err)
+    if out is not None:
+        save_comparison(comparison, out)
+    if json is not None:
+        write_comparison_json(comparison, json)
+    print_comparison(comparison, out, console=_out)
+    if not comparison.agrees:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+@app.command()
+def score(
+    backend: BackendOption = None,
+    device: DeviceOption = None,
+    layout: LayoutOption = defaults.DEFAULT_LAYOUT.name,
+    count: Annotated[int, typer.Option(help="Digits to draw, shared over the ten prompts.")] = 500,
+    steps: StepsOption = defaults.DEFAULT_STEPS,
+    guidance: GuidanceOption = defaults.DEFAULT_GUIDANCE,
+    seed: SeedOption = defaults.DEFAULT_SEED,
+    json: JsonOption = None,
+) -> None:
+    """Let an independent classifier read generated digits.
+
+    A support vector machine trained on the real digits says how many of the generated ones show
+    what the prompt asked for. Exits with status 1 below 95 %.
+    """
+    from diffusion_runner.report import print_score, write_score_json
+    from diffusion_runner.scoring import score_engine
+
+    settings = _settings(
+        prompts=None,
+        count=-(-count // 10),
+        backend=_backend(backend or "torch_cuda"),
+        device=device,
+        layout=layout,
+        steps=steps,
+        guidance=guidance,
+        seed=seed,
+        batch_size=50,
+    )
+    result = score_engine(settings, count, console=_err)
+    if json is not None:
+        write_score_json(result, json)
+    print_score(result, console=_out)
+    if not result.passes:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+@app.command()
+def layouts() -> None:
+    """Show the six layouts and what each is good for."""
+    from diffusion_runner.report import print_layouts
+
+    print_layouts(console=_out)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
+) -> None:
+    """Show which engines, kernels, devices and versions are there, and what to install."""
+    from diffusion_runner.doctor import examine
+    from diffusion_runner.report import print_doctor
+
+    print_doctor(examine(), as_json=json, console=_out)
+
+
+def _backend(flag: str | None) -> str:
+    name = flag or os.environ.get(BACKEND_VARIABLE)
+    if name:
+        return name
+    import backends
+
+    raise RunError(
+        f"backend: expected --backend or ${BACKEND_VARIABLE} with one of "
+        f"{', '.join(backends.names())}, got neither"
+    )
+
+
+def _settings(**values: Any) -> RunSettings:
+    """Settings from flags; names become layouts and dtypes, and the default prompts are added."""
+    from diffusion_runner.model.text import digit_prompt
+    from layout_core import DType
+
+    prompts = values.pop("prompts")
+    values["prompts"] = tuple(prompts) if prompts else tuple(digit_prompt(d) for d in range(10))
+    if "layout" in values:
+        values["layout"] = KVCacheLayout.parse(values["layout"])
+    if "kv_dtype" in values:
+        values["kv_dtype"] = DType.parse(values["kv_dtype"])
+    return defaults.RunSettings(**values)
+
+
+def main() -> None:
+    """Entry point of the ``pagestride`` command."""
+    try:
+        app()
+    except (LayoutError, RunError) as error:
+        # one line, whatever the terminal's width: a message is meant to be searched for
+        print(f"pagestride: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_BAD_INPUT) from None

@@ -1,0 +1,1 @@
+"""The data that the digits model was trained on, its training, and its independent judge."""
