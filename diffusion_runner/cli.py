@@ -16,6 +16,7 @@ from rich.console import Console
 
 from diffusion_runner import settings as defaults
 from diffusion_runner.errors import RunError
+from diffusion_runner.model.schedule import DEFAULT_GUIDANCE, DEFAULT_STEPS
 from layout_core import KVCacheLayout, LayoutError
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ PromptOption = Annotated[
     list[str] | None,
     typer.Option(
         "--prompt",
-        help="What to draw; give it several times for several. Without it, the ten digits.",
+        help="What to draw, in the words that the model knows: 'a handwritten seven', 'the digit "
+        "7', 'draw a seven', '7'. Give it several times for several. Without it, the ten digits.",
         show_default=False,
     ),
 ]
@@ -98,8 +100,8 @@ def run(
     layout: LayoutOption = defaults.DEFAULT_LAYOUT.name,
     prompt: PromptOption = None,
     count: Annotated[int, typer.Option(help="Pictures of each prompt.")] = 4,
-    steps: StepsOption = defaults.DEFAULT_STEPS,
-    guidance: GuidanceOption = defaults.DEFAULT_GUIDANCE,
+    steps: StepsOption = DEFAULT_STEPS,
+    guidance: GuidanceOption = DEFAULT_GUIDANCE,
     seed: SeedOption = defaults.DEFAULT_SEED,
     block_size: BlockSizeOption = defaults.DEFAULT_BLOCK_SIZE,
     batch_size: Annotated[
@@ -166,8 +168,8 @@ def compare(
     ] = None,
     device: DeviceOption = None,
     prompt: PromptOption = None,
-    steps: StepsOption = defaults.DEFAULT_STEPS,
-    guidance: GuidanceOption = defaults.DEFAULT_GUIDANCE,
+    steps: StepsOption = DEFAULT_STEPS,
+    guidance: GuidanceOption = DEFAULT_GUIDANCE,
     seed: SeedOption = defaults.DEFAULT_SEED,
     block_size: BlockSizeOption = defaults.DEFAULT_BLOCK_SIZE,
     json: JsonOption = None,
@@ -203,8 +205,8 @@ def score(
     device: DeviceOption = None,
     layout: LayoutOption = defaults.DEFAULT_LAYOUT.name,
     count: Annotated[int, typer.Option(help="Digits to draw, shared over the ten prompts.")] = 500,
-    steps: StepsOption = defaults.DEFAULT_STEPS,
-    guidance: GuidanceOption = defaults.DEFAULT_GUIDANCE,
+    steps: StepsOption = DEFAULT_STEPS,
+    guidance: GuidanceOption = DEFAULT_GUIDANCE,
     seed: SeedOption = defaults.DEFAULT_SEED,
     json: JsonOption = None,
 ) -> None:

@@ -25,7 +25,7 @@ from diffusion_runner.cache import CachePlan, blocks_of, plan_cache
 from diffusion_runner.errors import RunError
 from diffusion_runner.loop import KvCache, Wave, make_loop
 from diffusion_runner.model.noise import initial_noise
-from diffusion_runner.model.patches import patchify, unpatchify
+from diffusion_runner.model.patches import patchify, to_pixels, unpatchify
 from diffusion_runner.model.text import encode_prompt
 from diffusion_runner.model.weights import load_weights
 from diffusion_runner.pictures import save_grid
@@ -153,7 +153,7 @@ class Runner:
             start = stop
         return RunResult(
             settings=settings,
-            images=np.clip((np.concatenate(images) + 1) / 2, 0.0, 1.0),
+            images=to_pixels(np.concatenate(images)),
             device=self._engine.device,
             kernel=kernel,
             seconds=seconds,

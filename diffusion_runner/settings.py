@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 
 from diffusion_runner.errors import RunError
-from layout_core import DType, KVCacheLayout
+from diffusion_runner.model.schedule import DEFAULT_GUIDANCE, DEFAULT_STEPS
+from layout_core import DTYPES, DType, KVCacheLayout
 
-DEFAULT_STEPS = 25
-DEFAULT_GUIDANCE = 2.0
 DEFAULT_SEED = 0
 DEFAULT_BLOCK_SIZE = 8
 DEFAULT_BATCH_SIZE = 10
 DEFAULT_LAYOUT = KVCacheLayout.LBNHC
 KV_DTYPES = ("float32", "float16", "bfloat16")
+DEFAULT_KV_DTYPE = DTYPES["float32"]
 
 PICTURE_TOLERANCE = 1e-3
 """Largest difference of a pixel in [0, 1] between engines and layouts in float32.
@@ -59,7 +59,7 @@ class RunSettings:
     batch_size: int = DEFAULT_BATCH_SIZE
     prefix_reuse: bool = True
     prefix_caching: bool = True
-    kv_dtype: DType = DType.parse("float32")
+    kv_dtype: DType = DEFAULT_KV_DTYPE
     pool_blocks: int | None = None
 
     def __post_init__(self) -> None:

@@ -458,7 +458,9 @@ def _apply_alignment(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> None:
     padded = round_up(payload, spec.alignment)
     if padded != payload:
         object.__setattr__(spec, "page_size_padded", padded)
-    elif spec.page_size_padded is not None and spec.page_size_padded < payload:
+        return
+    old = spec.page_size_padded
+    if old is not None and old < payload and old % spec.alignment == 0:
         object.__setattr__(spec, "page_size_padded", None)
 
 

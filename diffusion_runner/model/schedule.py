@@ -9,12 +9,12 @@ Plain arithmetic: the functions work on numbers and on NumPy, torch and JAX arra
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any
 
 DEFAULT_STEPS = 25
 DEFAULT_GUIDANCE = 2.0
 
-ArrayT = TypeVar("ArrayT")
+Array = Any  # a number, or an array of NumPy, torch or JAX: this module imports none of them
 
 
 def timesteps(num_steps: int) -> list[float]:
@@ -27,18 +27,18 @@ def timesteps(num_steps: int) -> list[float]:
     return [step / num_steps for step in range(num_steps + 1)]
 
 
-def euler_step(sample: ArrayT, velocity: ArrayT, time: float, next_time: float) -> ArrayT:
+def euler_step(sample: Array, velocity: Array, time: float, next_time: float) -> Array:
     """The sample at `next_time`: it moves along the velocity for as long as the step lasts."""
-    return sample + velocity * (next_time - time)  # type: ignore[operator, no-any-return]
+    return sample + velocity * (next_time - time)
 
 
-def guide(unconditional: ArrayT, conditional: ArrayT, guidance: float) -> ArrayT:
+def guide(unconditional: Array, conditional: Array, guidance: float) -> Array:
     """Classifier-free guidance: from the empty prompt's velocity towards, and past, the prompt's.
 
     0 ignores the prompt, 1 is the prompt's own velocity, more exaggerates it.
     """
-    difference = conditional - unconditional  # type: ignore[operator]
-    return unconditional + guidance * difference  # type: ignore[no-any-return]
+    difference = conditional - unconditional
+    return unconditional + guidance * difference
 
 
 def check_guidance(guidance: float) -> float:

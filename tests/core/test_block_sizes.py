@@ -96,7 +96,7 @@ def accepts(option: list[int | MultipleOf], size: int) -> bool:
 
 
 @given(st.lists(options, min_size=1, max_size=3), st.integers(1, 60))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_against_brute_force(drawn: list[list[int | MultipleOf]], requested: int) -> None:
     legal = [size for size in range(1, 1400) if all(accepts(option, size) for option in drawn)]
     if not legal:

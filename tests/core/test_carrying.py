@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout_core import (
@@ -95,6 +95,7 @@ def test_json_and_pickle_round_trip() -> None:
     st.sampled_from([None, 24]),
     st.booleans(),
 )
+@settings(deadline=None)
 def test_json_round_trip_of_drawn_configs(
     layout: KVCacheLayout,
     num_blocks: int,

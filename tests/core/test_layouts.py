@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout_core import KVCacheLayout
@@ -71,6 +71,7 @@ def test_anything_else_is_refused_with_the_valid_names(bad: object) -> None:
 
 
 @given(st.permutations("LBHNC").map("".join))
+@settings(deadline=None)
 def test_parse_knows_exactly_the_six_orders(name: str) -> None:
     if name in GOLDEN:
         assert KVCacheLayout.parse(name).name == name

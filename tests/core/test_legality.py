@@ -160,6 +160,22 @@ def test_refusals_say_what_and_what_else() -> None:
         resolve_layout(make_config([group(page(2, 4, 4))], 3, "BHLNC"), kernel_block_sizes=[2])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_which_one_is_aligned(
+    layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [group(page(2, 4, 4, alignment=48)), group(page(2, 4, 4), prefix="b")]
+    if layout.is_block_outermost:
+        assert not owners_of_bytes(resolve_layout(make_config(groups, 3, layout)))[0]
+        return
+    with pytest.raises(IllegalCombinationError, match=layout.name):
+        make_config(groups, 3, layout)
+    if layout.is_block_compact:
+        without_checks(monkeypatch)
+        faults, _ = owners_of_bytes(resolve_layout(make_config(groups, 3, layout)))
+        assert any("another block" in fault for fault in faults)
+
+
 def test_legal_layouts_reads_the_table() -> None:
     assert [m.name for m in legality.legal_layouts("mixed_pages_groups")] == ["BLHNC", "BLNHC"]
 
@@ -192,7 +208,7 @@ def test_whatever_is_accepted_keeps_blocks_apart(
                 block_size,
                 c,
                 None if padding is None else h * block_size * c + padding,
-                alignment if index == 0 else None,
+                alignment if index % 2 == 0 else None,
             )
             for (h, _, c), padding in members
         ]

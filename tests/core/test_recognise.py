@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout_core import KVCacheLayout, recognise_layout
@@ -73,6 +73,7 @@ def test_malformed(
     st.tuples(*[st.integers(2, 4)] * 5),
     st.permutations("LBHNC").map("".join),
 )
+@settings(deadline=None)
 def test_every_layout_is_told_from_the_others(
     layout: str, sizes: tuple[int, ...], axes: str
 ) -> None:

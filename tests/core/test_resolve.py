@@ -329,6 +329,15 @@ def test_row_geometry_addresses_the_same_bytes(layout: str, padded: int | None) 
             assert content.tolist() == list(range(start, start + view.shape[3]))
 
 
+def test_a_view_for_another_layer_is_a_copy_with_two_fields_changed() -> None:
+    view = resolve_layout(single_group_config(page(2, 4, 8), 3, ["a"], "LBNHC")).layers[0]
+    other = view.at("z", 99)
+    assert other == replace(view, name="z", offset=99)
+    assert (view.name, view.offset) == ("a", 0)
+    with pytest.raises(AttributeError):
+        other.offset = 1  # type: ignore[misc]
+
+
 def test_lookups_name_what_is_missing() -> None:
     resolved = resolve_layout(single_group_config(page(2, 4, 8), 3, ["a", "b"], "LBNHC"))
     with pytest.raises(LayoutError, match=r"layer: 'z' is not in this plan; it has \['a', 'b'\]"):

@@ -130,6 +130,15 @@ def test_mla_stores_one_vector_and_aligns_its_page() -> None:
         block_size=4, num_kv_heads=1, head_size=10, dtype="float16", alignment=64
     )
     assert (aligned.unpadded_page_size_bytes, aligned.page_size_padded) == (80, 128)
+    with pytest.raises(SpecError, match=r"at least the payload of 320 bytes, got 100"):
+        MLAAttentionSpec(
+            block_size=16,
+            num_kv_heads=1,
+            head_size=10,
+            dtype="float16",
+            alignment=64,
+            page_size_padded=100,
+        )
     longer = aligned.copy_with_new_block_size(16)
     assert (longer.unpadded_page_size_bytes, longer.page_size_bytes) == (320, 320)
 

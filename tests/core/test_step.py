@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout_core import (
@@ -70,6 +70,7 @@ def test_slots_of_the_field() -> None:
     st.lists(st.integers(-3, 30), max_size=10),
     st.integers(1, 6),
 )
+@settings(deadline=None)
 def test_slots_are_in_the_rows_blocks_or_nowhere(
     ids: list[int], positions: list[int], size: int
 ) -> None:

@@ -82,6 +82,7 @@ sizes = st.tuples(*[st.integers(1, 4)] * 4, st.sampled_from([2, 4, 6]))
 
 
 @given(st.sampled_from(LAYOUTS), sizes)
+@settings(deadline=None)
 def test_strides_equal_numpy_transposes(layout: str, shape: tuple[int, ...]) -> None:
     num_layers, num_blocks, h, n, c = shape
     names = [f"layer.{i}" for i in range(num_layers)]
@@ -97,7 +98,7 @@ def test_strides_equal_numpy_transposes(layout: str, shape: tuple[int, ...]) -> 
 
 
 @given(st.sampled_from(LAYOUTS), sizes, st.integers(0, 40), st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_cells_and_bytes_are_a_bijection(
     layout: str, shape: tuple[int, ...], padding: int, offset: int
 ) -> None:
@@ -135,6 +136,7 @@ def test_cells_and_bytes_are_a_bijection(
 
 
 @given(st.sampled_from(LAYOUTS), sizes)
+@settings(deadline=None)
 def test_block_addresses_rise_with_the_block(layout: str, shape: tuple[int, ...]) -> None:
     num_layers, num_blocks, h, n, c = shape
     names = [f"l{i}" for i in range(num_layers)]

@@ -63,7 +63,7 @@ def drawn_spans(draw: st.DrawFn, seq_len: int) -> Spans | None:
 
 
 @given(st.data(), st.integers(0, 12), st.integers(0, 20), st.integers(-8, 16))
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_intervals_equal_the_predicate(data: st.DataObject, count: int, keys: int, p0: int) -> None:
     first = data.draw(st.integers(0, keys))
     spans = data.draw(drawn_spans(keys))
@@ -155,6 +155,7 @@ def test_spans_do_not_go_with_windows_or_chunks() -> None:
     st.integers(0, 12),
     st.integers(0, 6),
 )
+@settings(deadline=None)
 def test_tile_classes_are_safe_both_ways(
     drawn: list[tuple[int, int]], start: int, width: int
 ) -> None:
