@@ -1,6 +1,8 @@
 """The one table of tolerances: (operation, dtype) -> how far two results may lie apart, and why.
 
-Where bytes move (writes, copies, loads) there is no tolerance: tests compare bytes.
+Where bytes move (writes, copies, loads) there is no tolerance: tests compare bytes. The largest
+errors seen on the suite's steps, relative to 1 + |expected|: float32 4e-7, float16 4e-4, bfloat16
+3e-3; the limits leave room for longer rows, larger scores and other machines.
 """
 
 from __future__ import annotations
@@ -23,25 +25,25 @@ class Tolerance:
 
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("attention", "float32"): Tolerance(
-        2e-5,
-        2e-5,
+        5e-6,
+        5e-6,
         "float32 products and sums over up to some thousand keys of inputs of size 1, in an "
         "order that the kernel chooses; the oracle is float64 over the same rounded inputs",
     ),
     ("attention", "float16"): Tolerance(
-        2e-3,
-        2e-3,
+        1.5e-3,
+        1.5e-3,
         "the output is rounded to 11 bits (2^-11 = 5e-4), and a kernel may round the softmax "
         "weights to float16 before it multiplies them with V",
     ),
     ("attention", "bfloat16"): Tolerance(
-        1.5e-2,
-        1.5e-2,
+        1e-2,
+        1e-2,
         "as float16 with 8 bits: 2^-8 = 4e-3 for the output and again for the weights",
     ),
     ("attention over 8 bits", "float32"): Tolerance(
-        5e-5,
-        5e-5,
+        2e-5,
+        2e-5,
         "the oracle reads the stored values, so storage does not count; scales enter the products",
     ),
     ("attention over 8 bits", "bfloat16"): Tolerance(
@@ -49,11 +51,11 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         2e-2,
         "as attention in bfloat16, the output multiplied by v_scale (2.5) after it was rounded",
     ),
-    ("engines", "float32"): Tolerance(4e-5, 4e-5, "two results, each within 'attention'"),
-    ("engines", "float16"): Tolerance(4e-3, 4e-3, "two results, each within 'attention'"),
-    ("engines", "bfloat16"): Tolerance(3e-2, 3e-2, "two results, each within 'attention'"),
+    ("engines", "float32"): Tolerance(1e-5, 1e-5, "two results, each within 'attention'"),
+    ("engines", "float16"): Tolerance(3e-3, 3e-3, "two results, each within 'attention'"),
+    ("engines", "bfloat16"): Tolerance(2e-2, 2e-2, "two results, each within 'attention'"),
     ("lse", "float32"): Tolerance(
-        2e-5, 2e-5, "a float32 sum of weights and one logarithm, on scores of size 1 to 10"
+        5e-6, 5e-6, "a float32 sum of weights and one logarithm, on scores of size 1 to 10"
     ),
 }
 
@@ -72,20 +74,22 @@ def assert_close(
 ) -> None:
     """Raise :class:`Mismatch` unless ``got`` is within the table's tolerance of ``expected``.
 
-    Shapes must be equal, and NaN anywhere in ``got`` fails.
+    Shapes must be equal, NaN anywhere fails, and an infinity is met by the same one alone.
     """
     limit = tolerance(operation, dtype)
     a, b = np.asarray(got).astype(np.float64), np.asarray(expected).astype(np.float64)
     if a.shape != b.shape:
         raise Mismatch(f"{where}: shape {a.shape}, expected {b.shape}")
-    same = a == b  # equal infinities have no difference to measure
     with np.errstate(invalid="ignore", over="ignore"):
-        inside = same | (np.abs(a - b) <= limit.absolute + limit.relative * np.abs(b))
+        near = np.abs(a - b) <= limit.absolute + limit.relative * np.abs(b)
+    inside = (a == b) | (near & np.isfinite(b))  # an infinite limit would admit anything
     if not inside.all():
         worst = np.argwhere(~inside)[0]
         at = tuple(int(i) for i in worst)
         with np.errstate(invalid="ignore"):
-            largest = np.nanmax(np.abs(a - b)) if a.size else 0.0
+            apart = np.abs(a - b)
+        finite = apart[np.isfinite(apart)]
+        largest = float(finite.max()) if finite.size else float("nan")
         raise Mismatch(
             f"{where}: {int((~inside).sum())} of {inside.size} values outside the tolerance for "
             f"{operation} in {dtype} ({limit.absolute:g} + {limit.relative:g} relative); first at "

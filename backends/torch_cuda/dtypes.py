@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from layout_core.dtypes import DType
+from layout_core.dtypes import DTYPES, DType
 from layout_core.errors import MissingPackageError, TensorError, UnsupportedError
 from layout_core.fp8 import FLOAT8_RULES, float8_rule
 
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 COMPUTE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Types that queries may have, and stored K/V too; stored K/V may be an 8-bit float instead."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CORE_DTYPES: Final = {
+    getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)
+}
+"""Looked up in every call, where parsing the name would take longer than the checks."""
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -37,7 +42,8 @@ def core_dtype(dtype: torch.dtype) -> DType:
     Raises:
         UnknownDTypeError: the core has none.
     """
-    return DType.parse(dtype)
+    found = _CORE_DTYPES.get(dtype)
+    return DType.parse(dtype) if found is None else found  # parse lists the known names
 
 
 def integer_dtype(itemsize: int) -> torch.dtype:

@@ -12,9 +12,10 @@ from backends.torch_cuda.allocator import TorchPool
 from backends.torch_cuda.dense import TorchAttentionBackend
 from backends.torch_cuda.device import DEFAULT_DEVICE, resolve_device
 from backends.torch_cuda.kernels.select import kernel_names
-from backends.torch_cuda.paged import Layer, TorchBatch
+from backends.torch_cuda.paged import TorchBatch
 from layout_core.attention import AttentionBackend
 from layout_core.dtypes import DType
+from layout_core.protocols import Layer
 from layout_core.rows import BlockTables, Bucket, PagedAttentionRow
 from layout_core.views import ResolvedLayout
 from layout_core.visibility import Spans, Visibility

@@ -15,6 +15,7 @@ from backends.torch_cuda.kernels.base import Kernel, KernelCase, Scalars, StepTe
 from backends.torch_cuda.kernels.select import select_kernel
 from backends.torch_cuda.paging import PageGeometry, page_geometry, token_rows, written_tokens
 from layout_core.errors import BlockTableError, RowError, TensorError
+from layout_core.protocols import Layer
 from layout_core.rows import PAD_SLOT, BlockTables, Bucket, PagedAttentionRow
 from layout_core.serving import (
     check_array,
@@ -31,8 +32,6 @@ from layout_core.serving import (
 from layout_core.step import StepPlan, plan_step
 from layout_core.views import LayerView, ResolvedLayout
 from layout_core.visibility import Spans, Visibility
-
-Layer = int | str | LayerView
 
 
 @dataclass(slots=True, eq=False)

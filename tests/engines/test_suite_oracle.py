@@ -14,6 +14,7 @@ from layout_core.visibility import TileClass, Visibility, classify_tile, row_int
 from tests.cases import random_steps, steps
 from tests.engines.suite import mask_of
 from tests.oracle import dense_attention, mask_from_intervals, sees, visible
+from tests.tolerances import Mismatch, assert_close, assert_same_bytes
 
 RULES = st.sampled_from(
     [
@@ -81,6 +82,33 @@ def test_each_query_head_reads_its_own_kv_head() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="shapes do not fit"):
         dense_attention(np.ones((1, 3, 4)), np.ones((2, 2, 4)), np.ones((2, 2, 4)), np.ones((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.1]),
+        ([np.nan], [1.0]),
+        ([np.nan], [np.nan]),
+        ([1.0], [-np.inf]),
+        ([np.inf], [-np.inf]),
+        ([-np.inf], [0.0]),
+        ([1.0, 1.0], [1.0]),
+    ],
+)
+def test_the_comparison_can_fail(got: list[float], expected: list[float]) -> None:
+    with pytest.raises(Mismatch, match="here"):
+        assert_close(got, expected, "attention", "float32", "here")
+    if len(got) == len(expected) and not np.isnan(got).any():
+        assert_close(got, got, "attention", "float32", "here")
+
+
+def test_the_comparison_of_bytes_names_the_first_that_differs() -> None:
+    assert_same_bytes(b"abc", b"abc")
+    with pytest.raises(Mismatch, match="pool: 1 of 3 bytes differ; first at byte 1: got 0x62"):
+        assert_same_bytes(b"abc", b"axc", "pool")
+    with pytest.raises(Mismatch, match="pool: 2 bytes, expected 3"):
+        assert_same_bytes(b"ab", b"abc", "pool")
 
 
 # --- the library's intervals -------------------------------------------------------------------

@@ -13,11 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backends.torch_cuda.kernels.sdpa import STACKED_CELLS
 from backends.torch_cuda.kernels.segments import MIN_RUN, TILE, Mode, Segment, segment_row
+from backends.torch_cuda.paged import paged_attention
 from layout_core.rows import PagedAttentionRow
 from layout_core.visibility import Visibility, row_intervals
-from tests.engines.test_torch_paged import ENGINE, Tables, plan, poisoned, random, row
-from tests.oracle import mask_from_intervals
+from tests.engines.test_torch_paged import (
+    ENGINE,
+    Tables,
+    plan,
+    poisoned,
+    random,
+    row,
+    slots_of,
+)
+from tests.oracle import dense_attention, mask_from_intervals
+from tests.tolerances import assert_close
 
 
 def intervals(
@@ -171,3 +182,51 @@ def test_a_full_row_is_one_call() -> None:
     assert out.is_contiguous()
     calls = {name: n for name, n in watch.seen.items() if "scaled_dot_product" in name}
     assert sum(calls.values()) == 1, calls
+
+
+def test_short_rows_of_equal_shape_share_a_call_and_stay_apart() -> None:
+    """Three shapes among eight rows, in mixed order: three calls, and no row sees another."""
+    lengths = [20, 9, 20, 33, 9, 20, 33, 20]
+    blocks = iter(range(1, 40))
+    tables = Tables({("r", i): [next(blocks) for _ in range(-(-n // 8))]
+                     for i, n in enumerate(lengths)})  # fmt: skip
+    rows = [row(5, n, n - 5, sequence_id=i) for i, n in enumerate(lengths)]
+    resolved = plan(num_blocks=40)
+    rng = np.random.default_rng(0)
+    pool = poisoned(resolved)
+    keys = [random(rng, n, 2, 32) for n in lengths]
+    values = [random(rng, n, 2, 32) for n in lengths]
+    fill = [row(n, n, sequence_id=i) for i, n in enumerate(lengths)]
+    full = Visibility(causal=False)
+    batch = ENGINE.prepare(resolved, fill, tables, visibility=full, num_heads=4)
+    ENGINE.write(pool, 0, torch.cat(keys), torch.cat(values), batch.tensors.slots)
+    query = random(rng, 40, 4, 32)
+    batch = ENGINE.prepare(resolved, rows, tables, visibility=full, num_heads=4)
+    with Watch() as watch:
+        out, _ = ENGINE.forward_paged(pool, 0, query, None, None, batch)
+    assert sum(n for name, n in watch.seen.items() if "scaled_dot_product" in name) == 3
+    with_lse, lse = paged_attention(pool, 0, query, None, None, batch, return_lse=True)
+    assert lse is not None
+    for i, n in enumerate(lengths):
+        at = slice(5 * i, 5 * i + 5)
+        expected, expected_lse = dense_attention(
+            query[at].numpy(), keys[i].numpy(), values[i].numpy(), np.ones((5, n), bool)
+        )
+        assert_close(out[at].numpy(), expected, "attention", "float32", f"row {i}")
+        assert_close(with_lse[at].numpy(), expected, "attention", "float32", f"row {i}")
+        assert_close(lse[at].numpy(), expected_lse, "lse", "float32", f"row {i}")
+    changed = keys[2] + 1.0
+    slots = slots_of(tables.blocks["r", 2], 20, 8)
+    ENGINE.write(pool, 0, changed, values[2], slots)
+    again, _ = ENGINE.forward_paged(pool, 0, query, None, None, batch)
+    same = [i for i in range(8) if torch.equal(out[5 * i : 5 * i + 5], again[5 * i : 5 * i + 5])]
+    assert same == [0, 1, 3, 4, 5, 6, 7]
+
+
+def test_long_rows_are_not_stacked() -> None:
+    tables = Tables({("r", i): list(range(1 + 70 * i, 71 + 70 * i)) for i in range(3)})
+    rows = [row(1, 1400, 1399, sequence_id=i) for i in range(3)]
+    resolved = plan(num_blocks=220, block_size=20)
+    batch = ENGINE.prepare(resolved, rows, tables, visibility=Visibility(causal=True), num_heads=2)
+    assert 2 * 2 * 1400 <= STACKED_CELLS < 3 * 2 * 1400
+    assert [len(work.starts) for work in batch.work.rows] == [2, 1]

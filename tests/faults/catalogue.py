@@ -280,10 +280,20 @@ def _torch_fused(edit: Callable[..., tuple[Any, ...]]) -> Plant:
     return plant
 
 
-def _torch_heads_modulo(query: Any, key: Any, value: Any, *rest: Any) -> tuple[Any, ...]:
+def _torch_heads_modulo(patch: pytest.MonkeyPatch) -> None:
     """KV head of query head q is q % Hkv instead of q // (Hq // Hkv)."""
-    repeat = query.shape[1] // key.shape[1]
-    return (query, key.repeat(1, repeat, 1, 1), value.repeat(1, repeat, 1, 1), *rest)
+    from backends.torch_cuda.kernels import sdpa
+
+    original = sdpa.attend
+
+    def faulty(query: Any, key: Any, *rest: Any, **kwargs: Any) -> Any:
+        heads, kv_heads = query.shape[-2], key.shape[-3]
+        group = heads // kv_heads
+        dealt = query.unflatten(-2, (group, kv_heads)).transpose(-3, -2).flatten(-3, -2)
+        output, lse = original(dealt, key, *rest, **kwargs)
+        return output.unflatten(-2, (kv_heads, group)).transpose(-3, -2).flatten(-3, -2), lse
+
+    _rebind(patch, original, faulty)
 
 
 def _torch_scale(query: Any, key: Any, value: Any, mode: Any, mask: Any, scale: float) -> Any:
@@ -488,7 +498,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("blocks copied in one layer alone", _copy_one_layer, checks.check_copy),
     Fault("blocks copied backwards", _copy_backwards, checks.check_copy),
-    Fault("KV head q % Hkv", _torch_fused(_torch_heads_modulo), checks.check_cfg, (TORCH,)),
+    Fault("KV head q % Hkv", _torch_heads_modulo, checks.check_cfg, (TORCH,)),
     Fault("softmax scale missing", _torch_fused(_torch_scale), checks.check_cfg, (TORCH,)),
     Fault("K read as V", _torch_fused(_torch_keys_as_values), checks.check_cfg, (TORCH,)),
     Fault("mask one key too wide", _torch_mask_one_wider, checks.check_causal, (TORCH,)),

@@ -1,10 +1,10 @@
 """Kernel ``sdpa``: select the keys a row sees, then torch's scaled dot product attention.
 
-Serves any device. One ``index_select`` for each row gathers exactly the cells ``[min lo, max
-hi)`` of the row, so that bytes no valid token wrote are never multiplied by anything; K and V
-are views of the gathered cells. The attention calls of a row follow :mod:`.segments`: one where
-all queries see the same keys, more in a piecewise row. It is therefore not one kernel launch for
-a layer but at least one for each row.
+Serves any device. An ``index_select`` gathers exactly the cells ``[min lo, max hi)`` of a row, so
+that bytes no valid token wrote are never multiplied by anything; K and V are views of the gathered
+cells. The attention calls of a row follow :mod:`.segments`: one where all queries see the same
+keys, more in a piecewise row. Short rows of equal shape share their calls. It is therefore not
+one kernel launch for a layer, but at least one for each shape of row.
 
 torch accumulates in float32 for float16 and bfloat16, in its fused kernels and in its
 composed path alike. Soft-capped scores, and calls that ask for the LSE, are computed by plain
@@ -29,6 +29,9 @@ from layout_core.step import StepPlan
 SCORES_LIMIT = 1 << 24
 """Elements of the score matrix that the explicit path holds at a time."""
 
+STACKED_CELLS = 1 << 13
+"""Cells that rows of equal shape are stacked up to: 1,024 keys of 8 heads. Longer rows gain
+nothing, and would only be gathered further ahead of their use."""
 
 FEW_QUERIES = 16
 """Up to here the query heads of a group become more queries of one head, so that their keys are
@@ -38,13 +41,14 @@ for one float32 query; from 32 on there is nothing to gain."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWork:
-    """One row that sees at least one key."""
+    """Rows of one shape, stacked: as many queries, as many keys, the same calls. Mostly one row."""
 
-    start: int  #: its first query in the batch
-    first: int  #: its first gathered key; segments count keys of the row, not of the gather
-    last: int
-    segments: tuple[Segment, ...]
-    cells: tuple[torch.Tensor, ...]  #: for each geometry: int64 [H * (last - first)]
+    starts: tuple[int, ...]  #: each row's first query in the batch
+    first: int  #: the position of the first gathered key, where there is one row
+    keys: int  #: gathered keys of a row
+    segments: tuple[Segment, ...]  #: their keys count from the first gathered one
+    tokens: tuple[torch.Tensor | None, ...]  #: for each segment, of several rows: its queries
+    cells: tuple[torch.Tensor, ...]  #: for each geometry: int64 [rows * H * keys]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +61,9 @@ class SdpaWork:
     @property
     def single(self) -> bool:
         """Whether one call gives the whole output, which then need not be put together."""
-        return not self.blind and len(self.rows) == 1 and len(self.rows[0].segments) == 1
+        if self.blind or len(self.rows) != 1:
+            return False
+        return len(self.rows[0].segments) == 1 and len(self.rows[0].starts) == 1
 
 
 class SdpaKernel:
@@ -77,27 +83,32 @@ class SdpaKernel:
     def plan(
         self, step: StepPlan, tensors: StepTensors, geometries: Mapping[PageGeometry, int]
     ) -> SdpaWork:
-        rows: list[RowWork] = []
+        kv_heads = next(iter(geometries)).num_kv_heads
+        stacks: list[tuple[int, tuple[Segment, ...], list[tuple[int, int, int]]]] = []
+        growing: dict[tuple[int, tuple[Segment, ...]], list[tuple[int, int, int]]] = {}
         covered = 0
         for index in range(len(step.rows)):
             start, end = step.cu_seqlens[index], step.cu_seqlens[index + 1]
-            lo, hi = step.lo[start:end], step.hi[start:end]
-            segments = segment_row(lo, hi)
+            segments = segment_row(step.lo[start:end], step.hi[start:end])
             if not segments:
                 continue
             covered += sum(s.end - s.start for s in segments)
             first, last = min(s.first for s in segments), max(s.last for s in segments)
-            block_ids = tensors.block_table[index]
-            rows.append(
-                RowWork(
-                    start=start,
-                    first=first,
-                    last=last,
-                    segments=tuple(segments),
-                    cells=tuple(cell_rows(g, block_ids, first, last) for g in geometries),
-                )
+            keys = last - first
+            shape = tuple(
+                Segment(s.start, s.end, s.first - first, s.last - first, s.mode) for s in segments
             )
-        return SdpaWork(tuple(rows), blind=covered < step.num_tokens)
+            rows = growing.get((keys, shape))
+            if rows is None or (len(rows) + 1) * keys * kv_heads > STACKED_CELLS:
+                rows = []
+                stacks.append((keys, shape, rows))
+                if all(s.mode is not Mode.MASKED for s in segments):
+                    growing[keys, shape] = rows  # a mask is made from one row's own intervals
+            rows.append((index, start, first))
+        return SdpaWork(
+            tuple(_stack(rows, keys, shape, tensors, geometries) for keys, shape, rows in stacks),
+            blind=covered < step.num_tokens,
+        )
 
     def run(
         self,
@@ -110,65 +121,97 @@ class SdpaKernel:
         *,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tokens, heads, _ = query.shape
         single = work.single
         out = lse = None
         if not single:
             make = torch.zeros if work.blind else torch.empty
-            size = (tokens, heads, layer.view.head_size_v)
+            size = (*query.shape[:2], layer.view.head_size_v)
             out = make(size, dtype=query.dtype, device=query.device)
             if return_lse:
                 wide = accumulator(query.dtype)
                 lse = torch.full(size[:2], -torch.inf, dtype=wide, device=query.device)
         for row in work.rows:
             key, value = _gather(layer, row, geometry, query.dtype)
-            for segment in row.segments:
-                at = slice(row.start + segment.start, row.start + segment.end)
-                seen = slice(segment.first - row.first, segment.last - row.first)
+            for segment, tokens in zip(row.segments, row.tokens, strict=True):
+                at = slice(row.starts[0] + segment.start, row.starts[0] + segment.end)
+                if tokens is None:
+                    part_query = query[at][None]
+                else:
+                    selected = query.index_select(0, tokens)
+                    part_query = selected.view(len(row.starts), -1, *query.shape[1:])
                 part, part_lse = attend(
-                    query[at],
-                    key[:, seen],
-                    value[:, seen],
+                    part_query,
+                    key[:, :, segment.first : segment.last],
+                    value[:, :, segment.first : segment.last],
                     segment.mode,
-                    _mask(tensors, row.start, segment),
+                    _mask(tensors, row, segment),
                     scale=scalars.softmax_scale * scalars.k_scale,
                     softcap=scalars.softcap,
                     return_lse=return_lse,
                 )
                 if out is None:
                     # torch's composed path, for one, returns a transposed view
-                    out, lse = part.contiguous(), part_lse
-                else:
-                    out[at] = part
-                    if lse is not None and part_lse is not None:
-                        lse[at] = part_lse
+                    out, lse = part[0].contiguous(), None if part_lse is None else part_lse[0]
+                    continue
+                for whole, piece in ((out, part), (lse, part_lse)):
+                    if whole is None or piece is None:
+                        continue
+                    if tokens is None:
+                        whole[at] = piece[0]
+                    else:
+                        whole.index_copy_(0, tokens, piece.flatten(0, 1))
         assert out is not None  # a single call was made, or the rows were put in place
         if scalars.v_scale != 1.0:
             out *= scalars.v_scale
         return out, lse
 
 
+def _stack(
+    rows: list[tuple[int, int, int]],
+    keys: int,
+    segments: tuple[Segment, ...],
+    tensors: StepTensors,
+    geometries: Mapping[PageGeometry, int],
+) -> RowWork:
+    """The work of rows ``(index, first query, first key)`` of one shape."""
+    starts = tuple(start for _, start, _ in rows)
+    tokens: list[torch.Tensor | None] = [None] * len(segments)
+    if len(rows) > 1:
+        device = tensors.lo.device
+        offsets = torch.tensor(starts, dtype=torch.int64, device=device)[:, None]
+        for at, s in enumerate(segments):
+            queries = torch.arange(s.start, s.end, dtype=torch.int64, device=device)
+            tokens[at] = (offsets + queries).reshape(-1)
+    cells = [
+        torch.cat([cell_rows(g, tensors.block_table[i], k, k + keys) for i, _, k in rows])
+        for g in geometries
+    ]
+    return RowWork(starts, rows[0][2], keys, segments, tuple(tokens), tuple(cells))
+
+
 def _gather(
     layer: LayerTensors, row: RowWork, geometry: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K ``[Hkv, keys, D]`` and V ``[Hkv, keys, Dv]`` of a row, from ``row.first`` on."""
+    """K ``[rows, Hkv, keys, D]`` and V ``[rows, Hkv, keys, Dv]`` of stacked rows."""
     view = layer.view
     cells = layer.cells.index_select(0, row.cells[geometry]).view(layer.key.dtype)
     if cells.dtype != dtype:  # 8-bit floats, which every dtype of a query holds exactly
         cells = cells.to(dtype)
-    cells = cells.view(view.num_kv_heads, row.last - row.first, -1)
+    cells = cells.view(len(row.starts), view.num_kv_heads, row.keys, -1)
     return cells[..., : view.head_size], cells[..., view.head_size :]
 
 
-def _mask(tensors: StepTensors, start: int, segment: Segment) -> torch.Tensor | None:
-    """The mask of a segment of the row whose first query is ``start``, where it needs one.
+def _mask(step: StepTensors, row: RowWork, segment: Segment) -> torch.Tensor | None:
+    """The mask of a segment, where it needs one.
 
     Made anew in each layer: kept for a whole step, masks would take a byte for each query and key.
     """
     if segment.mode is not Mode.MASKED:
         return None
+    start = row.starts[0]
     at = slice(start + segment.start, start + segment.end)
-    return interval_mask(tensors.lo[at], tensors.hi[at], segment.first, segment.last)
+    first, last = row.first + segment.first, row.first + segment.last
+    return interval_mask(step.lo[at], step.hi[at], first, last)
 
 
 def interval_mask(lo: torch.Tensor, hi: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -198,11 +241,11 @@ def attend(
     softcap: float = 0.0,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one row's queries over its keys; every query sees at least one.
+    """Attention of stacked rows over their keys; every query sees at least one.
 
     Args:
-        query: ``[Q, Hq, D]``.
-        key, value: ``[Hkv, K, D]`` and ``[Hkv, K, Dv]``; any strides with the last axis dense.
+        query: ``[R, Q, Hq, D]``.
+        key, value: ``[R, Hkv, K, D]`` and ``[R, Hkv, K, Dv]``; any strides, the last axis dense.
         mode: what the call needs; CAUSAL has ``Q == K``.
         mask: bool ``[Q, K]`` for MASKED, else ``None``.
         scale: multiplies the scores.
@@ -210,21 +253,21 @@ def attend(
         return_lse: also return the LSE, by the explicit path.
 
     Returns:
-        ``[Q, Hq, Dv]``, and the LSE ``[Q, Hq]`` where it was asked for.
+        ``[R, Q, Hq, Dv]``, and the LSE ``[R, Q, Hq]`` where it was asked for.
     """
     if softcap or return_lse:
         return _attend_explicit(query, key, value, mode, mask, scale, softcap)
-    queries, heads, size = query.shape
-    kv_heads = key.shape[0]
+    rows, queries, heads, size = query.shape
+    kv_heads = key.shape[1]
     if mode is Mode.FULL and queries <= FEW_QUERIES and heads != kv_heads:
         group = heads // kv_heads
-        folded = query.reshape(queries, kv_heads, group, size).permute(1, 0, 2, 3)
-        folded = folded.reshape(1, kv_heads, queries * group, size)
-        out = fused_attention(folded, key[None], value[None], mode, mask, scale)
-        out = out.view(kv_heads, queries, group, -1).permute(1, 0, 2, 3)
-        return out.reshape(queries, heads, -1), None
-    out = fused_attention(query.transpose(0, 1)[None], key[None], value[None], mode, mask, scale)
-    return out[0].transpose(0, 1), None
+        folded = query.reshape(rows, queries, kv_heads, group, size).transpose(1, 2)
+        folded = folded.reshape(rows, kv_heads, queries * group, size)
+        out = fused_attention(folded, key, value, mode, mask, scale)
+        out = out.reshape(rows, kv_heads, queries, group, -1).transpose(1, 2)
+        return out.reshape(rows, queries, heads, -1), None
+    out = fused_attention(query.transpose(1, 2), key, value, mode, mask, scale)
+    return out.transpose(1, 2), None
 
 
 def fused_attention(
@@ -267,34 +310,35 @@ def _attend_explicit(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    queries, heads, _ = query.shape
-    kv_heads, keys, value_size = value.shape
+    rows, queries, heads, size = query.shape
+    _, kv_heads, keys, value_size = value.shape
+    group = heads // kv_heads
     wide = accumulator(query.dtype)
-    key_t = key.to(wide).transpose(1, 2)
+    key_t = key.to(wide).transpose(2, 3)
     values = value.to(wide)
-    out = torch.empty(queries, heads, value_size, dtype=query.dtype, device=query.device)
-    lse = torch.empty(queries, heads, dtype=wide, device=query.device)
-    chunk = max(1, SCORES_LIMIT // (heads * keys))
+    out = torch.empty(rows, queries, heads, value_size, dtype=query.dtype, device=query.device)
+    lse = torch.empty(rows, queries, heads, dtype=wide, device=query.device)
+    chunk = max(1, SCORES_LIMIT // (rows * heads * keys))
     for start in range(0, queries, chunk):
-        q = query[start : start + chunk].to(wide)
-        count = q.shape[0]
-        # [Q, Hkv, G, D] -> [Hkv, G * Q, D]: the heads of a group share their keys
-        q = q.reshape(count, kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)
-        group = q.shape[1]
-        scores = torch.matmul(q.reshape(kv_heads, group * count, -1), key_t) * scale
+        q = query[:, start : start + chunk].to(wide)
+        count = q.shape[1]
+        # [R, Q, Hkv, G, D] -> [R, Hkv, G * Q, D]: the heads of a group share their keys
+        q = q.reshape(rows, count, kv_heads, group, size).permute(0, 2, 3, 1, 4)
+        scores = torch.matmul(q.reshape(rows, kv_heads, group * count, size), key_t) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.view(kv_heads, group, count, keys)
+        scores = scores.view(rows, kv_heads, group, count, keys)
         visible = mask[start : start + count] if mask is not None else None
         if mode is Mode.CAUSAL:
             ends = torch.arange(start, start + count, device=query.device)
             visible = torch.arange(keys, device=query.device) <= ends[:, None]
         if visible is not None:
             scores = scores.masked_fill(~visible, -torch.inf)
-        part = torch.logsumexp(scores, dim=-1)  # [Hkv, G, Q]
-        weights = torch.exp(scores - part[..., None]).view(kv_heads, group * count, keys)
-        product = torch.matmul(weights, values).view(kv_heads, group, count, value_size)
+        part = torch.logsumexp(scores, dim=-1)  # [R, Hkv, G, Q]
+        weights = torch.exp(scores - part[..., None])
+        product = torch.matmul(weights.view(rows, kv_heads, group * count, keys), values)
+        product = product.view(rows, kv_heads, group, count, value_size).permute(0, 3, 1, 2, 4)
         stop = start + count
-        out[start:stop] = product.permute(2, 0, 1, 3).reshape(count, heads, value_size)
-        lse[start:stop] = part.permute(2, 0, 1).reshape(count, heads)
+        out[:, start:stop] = product.reshape(rows, count, heads, value_size)
+        lse[:, start:stop] = part.permute(0, 3, 1, 2).reshape(rows, count, heads)
     return out, lse
