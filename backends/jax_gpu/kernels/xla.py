@@ -17,6 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from backends.jax_gpu.paging import Address, CellShape, read_cells
@@ -33,6 +34,7 @@ KEY_CHUNK = 128
 _FLOAT = jnp.float32
 _MINUS_INFINITY = float("-inf")
 _INT32_MAX = 2**31 - 1
+_LEAST_FINITE = float(np.finfo(np.float32).min)
 
 # indices here are never negative, so JAX need not compile their wrapping
 _slice = partial(lax.dynamic_slice, allow_negative_indices=False)
@@ -239,7 +241,7 @@ def _inside(position: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
 
 def _finite(largest: jax.Array) -> jax.Array:
     """What to subtract from scores: a query that sees nothing must not give −inf − −inf."""
-    return jnp.maximum(largest, jnp.finfo(_FLOAT).min)
+    return jnp.maximum(largest, _LEAST_FINITE)
 
 
 def _finish(output: jax.Array, base: jax.Array, total: jax.Array) -> OutputAndLSE:
