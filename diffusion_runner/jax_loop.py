@@ -133,12 +133,12 @@ class JaxLoop:
         self,
         batch: Any,
         pool: Any,
-        layer: int,
+        layer: jax.Array,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
     ) -> tuple[jax.Array, Any]:
-        kv_dtype = jnp.dtype(pool.resolved.layer(layer).dtype.name)
+        kv_dtype = jnp.dtype(pool.resolved.layers[0].dtype.name)  # the layers are equal
         output, pool = self._engine.forward_paged(
             pool,
             layer,

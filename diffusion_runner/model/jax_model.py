@@ -1,5 +1,8 @@
 """The digits model in JAX. `torch_model.py` is the same model, line by line.
 
+The layers are equal, so they are one `scan` over stacked weights: one layer is compiled, not
+`num_layers` of them.
+
 The model computes everything but attention token by token, so it takes packed tokens of any
 rows. Attention is the caller's: `attend` is called once for each layer and owns the K/V cache,
 the mask and the softmax. All of it can be traced by `jax.jit` and `jax.lax.scan`; the state is
@@ -9,7 +12,7 @@ whatever pytree `attend` threads through, the pool for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +21,31 @@ from jax import Array
 from numpy.typing import NDArray
 
 from diffusion_runner.model.config import DigitsConfig
-from diffusion_runner.model.weights import layer_weights, time_frequencies
+from diffusion_runner.model.weights import layer_weights, num_layers, time_frequencies
 
-Params = dict[str, Array]
+LAYERS = "layers"
+"""Where `Params` holds the layers' weights: a dict of `[num_layers, ...]` arrays."""
+
+Params = dict[str, Any]
 State = TypeVar("State")
 
 # attend(state, layer, query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D])
 #     -> (output [T, Hq, D], state)
-Attend = Callable[[State, int, Array, Array, Array], tuple[Array, State]]
+# `layer` is a traced int32 scalar.
+Attend = Callable[[State, Array, Array, Array, Array], tuple[Array, State]]
 
 
 def load_params(
     weights: Mapping[str, NDArray[np.float32]], device: jax.Device | None = None
 ) -> Params:
-    """The weights as float32 arrays on `device`, and the fixed time frequencies."""
-    params = {name: jax.device_put(value, device) for name, value in weights.items()}
+    """The weights as float32 arrays on `device`, layers stacked, and the time frequencies."""
+    shared = {name: value for name, value in weights.items() if not name.startswith("layers.")}
+    params: Params = {name: jax.device_put(value, device) for name, value in shared.items()}
+    layers = [layer_weights(weights, layer) for layer in range(num_layers(weights))]
+    params[LAYERS] = {
+        name: jax.device_put(np.stack([layer[name] for layer in layers]), device)
+        for name in layers[0]
+    }
     frequencies = time_frequencies(len(weights["time_in.weight"]) // 2)
     params["time_frequencies"] = jax.device_put(frequencies, device)
     return params
@@ -72,8 +85,9 @@ def forward(
     time = jax.nn.silu(_linear(features, params["time_in.weight"]) + params["time_in.bias"])
     modulation = _linear(time, params["modulation.weight"])
 
-    for layer in range(config.num_layers):
-        weight = layer_weights(params, layer)
+    def block(carry: tuple[Array, State], at: tuple[Array, dict[str, Array]]) -> Any:
+        x, state = carry
+        layer, weight = at
         # Zero at prompt tokens: they are neither shifted, scaled nor gated by the time.
         change = (modulation + weight["modulation.bias"]) * image
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(change, 6, axis=-1)
@@ -91,7 +105,10 @@ def forward(
         y = _rms_norm(x, weight["mlp_norm"]) * (1 + scale2) + shift2
         y = jax.nn.silu(_linear(y, weight["mlp_gate.weight"])) * _linear(y, weight["mlp_up.weight"])
         x = x + _linear(y, weight["mlp_down.weight"]) * (1 + gate2)
+        return (x, state), None
 
+    layers = (jnp.arange(config.num_layers, dtype=jnp.int32), params[LAYERS])
+    (x, state), _ = jax.lax.scan(block, (x, state), layers)
     velocity = _linear(_rms_norm(x, params["final_norm"]), params["patch_out.weight"])
     return velocity + params["patch_out.bias"], state
 

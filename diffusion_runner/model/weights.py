@@ -80,6 +80,11 @@ def layer_weights(params: Mapping[str, T], layer: int) -> dict[str, T]:
     }
 
 
+def num_layers(params: Mapping[str, Any]) -> int:
+    """How many layers the names of `params` speak of."""
+    return len({name.split(".")[1] for name in params if name.startswith("layers.")})
+
+
 def save_weights(path: Path, config: DigitsConfig, weights: Mapping[str, NDArray[Any]]) -> None:
     """Writes `weights` as float16 safetensors with `config` in the metadata."""
     from safetensors.numpy import save_file
