@@ -128,25 +128,8 @@ class BlockPool:
         if fresh:
             ids.extend(range(self._fresh, self._fresh + fresh))
             self._fresh += fresh
-        popped: list[tuple[int, int]] = []
-        evicted: list[tuple[int, bytes, int]] = []
-        missing = count - stacked - fresh
-        idle, keys, index, popleft = self._idle, self._keys, self._index, self._queue.popleft
-        while missing:
-            entry = popleft()
-            popped.append(entry)
-            block, since = entry
-            if idle.get(block) == since:
-                del idle[block]
-                key = keys.pop(block)
-                place = 0
-                if type(index[key]) is int:
-                    del index[key]
-                else:
-                    place = self._index_remove(key, block)
-                evicted.append((block, key, place))
-                ids.append(block)
-                missing -= 1
+        popped, evicted = self._evict_idle(count - stacked - fresh)
+        ids += [block for block, _, _ in evicted]
         self._held.update(ids)
         if self._journal is not None:
             taken = ids.copy()  # the caller owns `ids`
@@ -183,25 +166,30 @@ class BlockPool:
             ids = tuple(block_ids)
             self._journal.append(lambda: self._undo_touch(ids, woken))
 
-    def free(self, block_ids: Sequence[int]) -> None:
+    def free(self, block_ids: Sequence[int], *, known: bool = False) -> None:
         """Let go of blocks once for each time they are named.
 
         The order is that of eviction: what comes first is reused first. Blocks that nobody
         holds any more keep their content only if they are published.
 
+        ``known`` says that every id came from this pool, so none is a float or a NumPy integer
+        that equals one; counts are checked all the same.
+
         Raises:
             BlockPoolError: an id out of range, the null block, or more frees than holds;
                 no count changed.
         """
-        let_go = self._let_go_distinct(block_ids)
+        let_go = self._let_go_distinct(block_ids, known)
         if let_go is None:
             let_go = self._let_go_counted(block_ids)
         keys = self._keys
         if keys and not keys.keys().isdisjoint(let_go):
-            first = [block for block in let_go if block not in keys]
             last = [block for block in let_go if block in keys]
+            first = []
+            if len(last) < len(let_go):
+                first = [block for block in let_go if block not in keys]
             self._clock += 1
-            self._idle.update(zip(last, repeat(self._clock)))
+            self._idle.update(dict.fromkeys(last, self._clock))
             self._queue.extend(zip(last, repeat(self._clock)))
         else:
             first, last = list(let_go), []
@@ -231,24 +219,22 @@ class BlockPool:
             unheld = next(block for block in block_ids if block not in self._held)
             raise BlockPoolError(f"block {unheld!r}: cannot be published, nobody holds it")
         new = dict(zip(block_ids, keys))
-        known = self._keys.keys() & new.keys()
-        if known or len(new) != len(block_ids):
+        if len(new) < len(block_ids) or not self._keys.keys().isdisjoint(block_ids):
             for block, key in zip(block_ids, keys):
                 if self._keys.get(block, key) != key or new[block] != key:
                     raise BlockPoolError(f"block {block}: already published under another key")
-            for block in known:
+            for block in self._keys.keys() & new.keys():
                 del new[block]
-        added = list(new.items())
         self._keys.update(new)
-        inverse = dict(zip(new.values(), new))
-        if len(inverse) == len(new) and self._index.keys().isdisjoint(inverse):
-            self._index.update(inverse)
-        else:
-            for block, key in added:
-                self._index_insert(key, block, None)
+        blocks = list(new)
+        found = list(map(self._index.setdefault, new.values(), blocks))
+        if found != blocks:  # some keys have a block already
+            for (block, key), first in zip(new.items(), found):
+                if first != block:
+                    self._index_insert(key, block, None)
         if self._journal is not None:
-            self._journal.append(lambda: self._undo_publish(added))
-        return len(added)
+            self._journal.append(lambda: self._undo_publish(new))
+        return len(new)
 
     def unpublish(self, block_ids: Sequence[int]) -> int:
         """Make blocks unfindable; idle ones become free without content. Returns how many."""
@@ -343,13 +329,13 @@ class BlockPool:
                 f"block id: expected an int in [0, {self.num_blocks}), got {block_id!r}"
             )
 
-    def _let_go_distinct(self, block_ids: Sequence[int]) -> Sequence[int] | None:
+    def _let_go_distinct(self, block_ids: Sequence[int], known: bool) -> Sequence[int] | None:
         """The usual case, in bulk: all distinct, all held exactly once. Else ``None``."""
         if self._more and not self._more.keys().isdisjoint(block_ids):
             return None
         before = len(self._held)
         try:
-            if not block_ids or type(sum(block_ids)) is int:  # no floats, no NumPy integers
+            if known or not block_ids or type(sum(block_ids)) is int:
                 self._held.difference_update(block_ids)
                 if before - len(self._held) == len(block_ids):
                     return block_ids
@@ -383,6 +369,32 @@ class BlockPool:
             else:
                 self._more[block] = more - 1
         return let_go
+
+    def _evict_idle(self, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, bytes, int]]]:
+        """Take the ``count`` oldest idle blocks out of the cache; the pool has as many.
+
+        Returns the queue's entries that went, and ``(block, key, place)`` of each block.
+        """
+        popped: list[tuple[int, int]] = []
+        blocks: list[int] = []
+        idle, index, popleft = self._idle, self._index, self._queue.popleft
+        pop = idle.pop
+        while len(blocks) < count:
+            entries = [popleft() for _ in range(count - len(blocks))]
+            popped += entries
+            for block, since in entries:
+                idle_since = pop(block, None)
+                if idle_since == since:
+                    blocks.append(block)
+                elif idle_since is not None:  # idle, but since later: it has another entry
+                    idle[block] = idle_since
+        keys = list(map(self._keys.pop, blocks))
+        places: list[int] = [0] * count
+        found = list(map(index.pop, keys, repeat(None)))
+        if found != blocks:  # some keys have several blocks: one at a time after all
+            index.update((key, each) for key, each in zip(keys, found) if each is not None)
+            places = list(map(self._index_remove, keys, blocks))
+        return popped, list(zip(blocks, keys, places))
 
     def _drop_old_entries(self) -> None:
         """Keep the queue within twice what counts; its cost is shared by the frees since."""
@@ -462,8 +474,8 @@ class BlockPool:
             else:
                 self._held.add(block)
 
-    def _undo_publish(self, added: list[tuple[int, bytes]]) -> None:
-        for block, key in reversed(added):
+    def _undo_publish(self, new: dict[int, bytes]) -> None:
+        for block, key in reversed(new.items()):
             del self._keys[block]
             self._index_remove(key, block)
 

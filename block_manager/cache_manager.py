@@ -12,18 +12,27 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import lcm
 from threading import RLock
-from typing import NamedTuple
 
 from block_manager.block_pool import BlockPool
 from block_manager.geometry import CacheGeometry, KVCacheConfigLike
 from block_manager.legality import usable_hit_len
 from block_manager.metadata import (
-    DiffusionKVContextMetadata,
     DiffusionKVMetadata,
-    DiffusionKVSequenceMetadata,
     DiffusionKVUpdate,
 )
 from block_manager.prefix_keys import group_key
+from block_manager.records import (
+    Record,
+    Row,
+    Tables,
+    check_order,
+    check_readable,
+    contexts_of,
+    copy_tables,
+    holds,
+    join_tables,
+    payload_of,
+)
 from block_manager.requests import DiffusionKVContext, DiffusionKVRequest
 from layout_core.errors import (
     AsleepError,
@@ -31,13 +40,10 @@ from layout_core.errors import (
     ConfigError,
     DiffusionKVAdmissionError,
     RequestError,
-    TransferError,
     UnknownRequestError,
     UnsupportedError,
 )
 from layout_core.rows import NULL_BLOCK_ID
-
-Tables = tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +53,6 @@ class PrefixCacheStats:
     rows: int = 0  #: rows that had prefix keys
     tokens: int = 0  #: tokens of their prefixes
     hit_tokens: int = 0  #: of those, the ones found
-
-
-class _Row(NamedTuple):
-    """One sequence of an admitted request. Replaced as a whole, never changed in place."""
-
-    request: DiffusionKVRequest
-    tables: Tables  #: block ids for each group; ``NULL_BLOCK_ID`` where evicted
-    cached_prefix_len: int
-    first_key: int = 0
-    computed_len: int = 0  #: prefix tokens whose K/V is finished, unless the record says all
-
-
-class _Record(NamedTuple):
-    """An admitted request. Replaced as a whole, never changed in place."""
-
-    generation: int
-    rows: tuple[_Row, ...]
-    contexts: tuple[tuple[DiffusionKVContext, Tables], ...]
-    computed: bool = False  #: all prefixes are finished
-    receiving: bool = False
-    failed_blocks: tuple[int, ...] | None = None
-    parent: str | None = None
-
-    def computed_len(self, row: _Row) -> int:
-        """Prefix tokens of one of the rows whose K/V is finished."""
-        return row.request.prefix_len if self.computed else row.computed_len
-
-    def block_ids(self) -> Iterator[int]:
-        """Every block the request holds, once for each hold."""
-        for tables in (*(row.tables for row in self.rows), *(t for _, t in self.contexts)):
-            for table in tables:
-                yield from table
 
 
 class DiffusionKVCacheManager:
@@ -153,7 +127,7 @@ class DiffusionKVCacheManager:
             geometry.num_blocks, null_block=null_block, enable_caching=enable_prefix_caching
         )
         self._lock = RLock()
-        self._requests: dict[str, _Record] = {}
+        self._requests: dict[str, Record] = {}
         self._internal_ids: dict[str, str] = {}  # a row's own id -> its request
         self._next_generation = 1
         self._stats = PrefixCacheStats()
@@ -198,11 +172,11 @@ class DiffusionKVCacheManager:
             UnknownRequestError: the request is not admitted (also a ``KeyError``).
         """
         with self._lock:
-            return _metadata(request_id, self._record(request_id))
+            return payload_of(request_id, self._record(request_id))
 
     def required_blocks(self, rows: Sequence[DiffusionKVRequest]) -> int:
         """Blocks that rows of one request need in an empty pool: what admission charges."""
-        contexts = _contexts_of(rows)
+        contexts = contexts_of(rows)
         return sum(sum(self._blocks_of_row(row.seq_len)) for row in rows) + sum(
             sum(self._blocks_of_context(context)) for context in contexts
         )
@@ -240,7 +214,7 @@ class DiffusionKVCacheManager:
             self._check_awake("reserve_request")
             rows = tuple(rows)
             self._check_new(request_id, rows, num_rows)
-            contexts = _contexts_of(rows)
+            contexts = contexts_of(rows)
             hits = self._find_hits(rows)
             needs = [
                 [n - len(table) for n, table in zip(self._blocks_of_row(row.seq_len), tables)]
@@ -272,16 +246,18 @@ class DiffusionKVCacheManager:
                         groups.append(blocks[start : start + count])
                         start += count
                     tables.append(tuple(groups))
-                record = _Record(
+                record = Record(
                     generation,
                     tuple(
-                        _Row(row, tuple(map(_join, found, fresh)), hit, computed_len=hit)
-                        for row, (hit, found), fresh in zip(rows, hits, tables)
+                        [
+                            Row(row, join_tables(found, fresh) if hit else fresh, hit, 0, hit)
+                            for row, (hit, found), fresh in zip(rows, hits, tables)
+                        ]
                     ),
                     tuple(zip(contexts, tables[len(rows) :])),
                     receiving=any(row.kv_transfer_params is not None for row in rows),
                 )
-                metadata = _metadata(request_id, record)
+                metadata = payload_of(request_id, record)
                 self._commit(request_id, record)
                 self._count(rows, hits)
                 return metadata
@@ -299,7 +275,7 @@ class DiffusionKVCacheManager:
         """
         with self._lock:
             record = self._record(request_id)
-            _check_readable(request_id, record)
+            check_readable(request_id, record)
             if not self.enable_prefix_caching:
                 self._requests[request_id] = record._replace(computed=True)
                 return 0
@@ -318,7 +294,7 @@ class DiffusionKVCacheManager:
             if record is None:
                 return False
             with self._change(request_id, new_generation=False):
-                self._pool.free(self._release_order(record))
+                self._pool.free(self._release_order(record), known=True)
                 del self._requests[request_id]
                 for row in record.rows:
                     del self._internal_ids[row.request.request_id]
@@ -346,7 +322,7 @@ class DiffusionKVCacheManager:
         with self._lock:
             self._check_awake("fork_request")
             parent = self._record(parent_id)
-            _check_readable(parent_id, parent)
+            check_readable(parent_id, parent)
             requests = [
                 replace(row.request, request_id=f"{child_id}/{row.request.sequence_id}")
                 for row in parent.rows
@@ -355,18 +331,20 @@ class DiffusionKVCacheManager:
             with self._change(child_id) as generation:
                 self._pool.touch([b for b in parent.block_ids() if self._is_block(b)])
                 rows = tuple(
-                    _Row(
+                    Row(
                         request,
-                        _copy(row.tables),
+                        copy_tables(row.tables),
                         max(row.cached_prefix_len, parent.computed_len(row)),
                         row.first_key,
                         parent.computed_len(row),
                     )
                     for request, row in zip(requests, parent.rows)
                 )
-                contexts = tuple((context, _copy(tables)) for context, tables in parent.contexts)
-                record = _Record(generation, rows, contexts, parent=parent_id)
-                metadata = _metadata(child_id, record)
+                contexts = tuple(
+                    (context, copy_tables(tables)) for context, tables in parent.contexts
+                )
+                record = Record(generation, rows, contexts)
+                metadata = payload_of(child_id, record)
                 self._commit(child_id, record)
                 return metadata
 
@@ -415,9 +393,9 @@ class DiffusionKVCacheManager:
         """
         with self._lock:
             record = self._record(request_id)
-            _check_readable(request_id, record)
+            check_readable(request_id, record)
             rows = tuple(rows)
-            _check_order(request_id, rows, len(record.rows))
+            check_order(request_id, rows, len(record.rows))
             self._check_lengths(request_id, rows)
             for new, old in zip(rows, record.rows):
                 if new.request_id != old.request.request_id:
@@ -495,11 +473,11 @@ class DiffusionKVCacheManager:
                     )
                 )
             if all(new.first_key == old.first_key for new, old in zip(rows, record.rows)):
-                return _metadata(request_id, record)
+                return payload_of(request_id, record)
             with self._change(request_id) as generation:
                 self._pool.free(dropped)
                 record = record._replace(generation=generation, rows=tuple(rows))
-                metadata = _metadata(request_id, record)
+                metadata = payload_of(request_id, record)
                 self._commit(request_id, record)
                 return metadata
 
@@ -530,7 +508,7 @@ class DiffusionKVCacheManager:
         with self._lock:
             record = self._record(request_id)
             if record.failed_blocks is not None:
-                _check_readable(request_id, record)
+                check_readable(request_id, record)
             with self._change(request_id, new_generation=False):
                 self._commit(request_id, record._replace(receiving=False))
 
@@ -563,7 +541,7 @@ class DiffusionKVCacheManager:
             holders = [request_id] + [
                 other
                 for other, each in self._requests.items()
-                if other != request_id and _holds(each, failed)
+                if other != request_id and holds(each, failed)
             ]
             with self._change(*holders, new_generation=False):
                 self._pool.unpublish(failed)
@@ -576,7 +554,7 @@ class DiffusionKVCacheManager:
     def check_readable(self, request_id: str) -> None:
         """Raise ``TransferError``, with the block ids, unless all K/V of a request arrived."""
         with self._lock:
-            _check_readable(request_id, self._record(request_id))
+            check_readable(request_id, self._record(request_id))
 
     # -- sleep --------------------------------------------------------------------------
 
@@ -661,7 +639,7 @@ class DiffusionKVCacheManager:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _record(self, request_id: str) -> _Record:
+    def _record(self, request_id: str) -> Record:
         record = self._requests.get(request_id)
         if record is None:
             raise UnknownRequestError(f"request {request_id!r}: is not admitted")
@@ -682,7 +660,7 @@ class DiffusionKVCacheManager:
             raise RequestError(f"request_id: expected a non-empty string, got {request_id!r}")
         if request_id in self._requests:
             raise RequestError(f"request {request_id!r}: is already admitted")
-        _check_order(request_id, rows, num_rows)
+        check_order(request_id, rows, num_rows)
         seen: set[str] = set()
         for row in rows:
             other = self._internal_ids.get(row.request_id)
@@ -700,17 +678,17 @@ class DiffusionKVCacheManager:
 
     def _check_lengths(self, request_id: str, rows: Sequence[DiffusionKVRequest]) -> None:
         for row in rows:
-            lengths = [("seq_len", row.seq_len)]
-            lengths += [(f"context {c.context_id!r}", c.num_tokens) for c in row.kv_contexts]
-            for name, length in lengths:
-                if length > self.max_model_len:
-                    raise DiffusionKVAdmissionError(
-                        f"request {request_id!r}: can never be admitted: row {row.sequence_id}: "
-                        f"{name}: {length} tokens exceed max_model_len {self.max_model_len}"
-                    )
+            longest = row.seq_len
+            if row.kv_contexts:
+                longest = max(longest, *(context.num_tokens for context in row.kv_contexts))
+            if longest > self.max_model_len:
+                raise DiffusionKVAdmissionError(
+                    f"request {request_id!r}: can never be admitted: row {row.sequence_id}: "
+                    f"{longest} tokens exceed max_model_len {self.max_model_len}"
+                )
 
     def _check_sequences(
-        self, request_id: str, record: _Record, by_sequence: Mapping[int, object]
+        self, request_id: str, record: Record, by_sequence: Mapping[int, object]
     ) -> None:
         known = {row.request.sequence_id for row in record.rows}
         unknown = sorted(set(by_sequence) - known)
@@ -765,7 +743,7 @@ class DiffusionKVCacheManager:
             hit = min(hit, len(table) * size)
         return usable_hit_len(hit, self._alignment, row.full_spans), tables
 
-    def _publish_row(self, row: _Row) -> int:
+    def _publish_row(self, row: Row) -> int:
         """Publish the row's full prefix blocks that are not published yet."""
         keys = row.request.keys(self.hash_block_size)
         length = len(keys) * self.hash_block_size // self._alignment * self._alignment
@@ -788,12 +766,12 @@ class DiffusionKVCacheManager:
     def _rewrite(
         self,
         request_id: str,
-        record: _Record,
-        rows: tuple[_Row, ...],
+        record: Record,
+        rows: tuple[Row, ...],
         writes: Mapping[int, tuple[int, int]] | None,
     ) -> DiffusionKVUpdate | None:
         """Extend the tables of ``rows`` to their lengths, and unshare what will be written."""
-        _check_readable(request_id, record)
+        check_readable(request_id, record)
         if writes is None:
             writes = {
                 row.request.sequence_id: (row.request.prefix_len, row.request.seq_len)
@@ -831,7 +809,7 @@ class DiffusionKVCacheManager:
         if unchanged and not new_blocks:
             if own_published:
                 pool.unpublish(own_published)
-            return DiffusionKVUpdate(_metadata(request_id, record), no_copies)
+            return DiffusionKVUpdate(payload_of(request_id, record), no_copies)
         if new_blocks > pool.num_free_blocks:
             total = sum(sum(self._blocks_of_row(row.request.seq_len)) for row in rows)
             total += sum(len(t) for _, tables in record.contexts for t in tables)
@@ -849,9 +827,9 @@ class DiffusionKVCacheManager:
             blocks = iter(pool.allocate(new_blocks))
             copies: tuple[list[tuple[int, int]], ...] = tuple([] for _ in sizes)
             let_go: list[int] = []
-            written: list[_Row] = []
+            written: list[Row] = []
             for row, of_row in zip(rows, unshare):
-                tables = _copy(row.tables)
+                tables = copy_tables(row.tables)
                 needs = self._blocks_of_row(row.request.seq_len)
                 for group, (table, entries) in enumerate(zip(tables, of_row)):
                     for at, copy in entries:
@@ -863,11 +841,11 @@ class DiffusionKVCacheManager:
                 written.append(row._replace(tables=tables))
             pool.free(let_go)
             record = record._replace(generation=generation, rows=tuple(written))
-            metadata = _metadata(request_id, record)
+            metadata = payload_of(request_id, record)
             self._commit(request_id, record)
             return DiffusionKVUpdate(metadata, copies)
 
-    def _release_order(self, record: _Record) -> list[int]:
+    def _release_order(self, record: Record) -> list[int]:
         """All blocks of a request in the order in which they should be reused."""
         tables = [row.tables for row in record.rows] + [t for _, t in record.contexts]
         blocks: list[int] = []
@@ -896,7 +874,7 @@ class DiffusionKVCacheManager:
             before.hit_tokens + sum(hit for hit, _ in hits),
         )
 
-    def _commit(self, request_id: str, record: _Record) -> None:
+    def _commit(self, request_id: str, record: Record) -> None:
         self._requests[request_id] = record
         for row in record.rows:
             self._internal_ids[row.request.request_id] = request_id
@@ -917,7 +895,7 @@ class DiffusionKVCacheManager:
                 self._restore(request_id, record)
             raise
 
-    def _restore(self, request_id: str, record: _Record | None) -> None:
+    def _restore(self, request_id: str, record: Record | None) -> None:
         present = self._requests.get(request_id)
         if present is record and record is None:
             return
@@ -927,89 +905,3 @@ class DiffusionKVCacheManager:
             self._requests.pop(request_id, None)
         else:
             self._commit(request_id, record)
-
-
-def _join(found: list[int], fresh: list[int]) -> list[int]:
-    return found + fresh if found else fresh
-
-
-def _copy(tables: Tables) -> Tables:
-    return tuple(list(table) for table in tables)
-
-
-def _holds(record: _Record, blocks: Sequence[int]) -> bool:
-    return not set(record.block_ids()).isdisjoint(blocks)
-
-
-def _check_order(request_id: str, rows: Sequence[DiffusionKVRequest], num_rows: int | None) -> None:
-    """Rows are there, all of them, in order: sequence ids 0, 1, 2, ..."""
-    got = [row.sequence_id for row in rows]
-    expected = list(range(len(rows) if num_rows is None else num_rows))
-    missing = [each for each in expected if each not in got]
-    if num_rows is not None and missing:
-        raise RequestError(
-            f"request {request_id!r}: {num_rows} rows are declared, {len(rows)} supplied: "
-            f"sequence ids {missing} are missing"
-        )
-    if not rows:
-        raise RequestError(f"request {request_id!r}: expected at least one row, got none")
-    if got != expected:
-        raise RequestError(
-            f"request {request_id!r}: expected rows in the order of sequence ids {expected}, "
-            f"got {got}"
-        )
-
-
-def _contexts_of(rows: Sequence[DiffusionKVRequest]) -> tuple[DiffusionKVContext, ...]:
-    """The distinct contexts that rows read, in order of first mention."""
-    contexts: dict[str, DiffusionKVContext] = {}
-    for row in rows:
-        for context in row.kv_contexts:
-            known = contexts.setdefault(context.context_id, context)
-            if known != context:
-                raise RequestError(
-                    f"row {row.request_id!r}: context {context.context_id!r} contradicts another "
-                    f"row's: {context} against {known}"
-                )
-    return tuple(contexts.values())
-
-
-def _check_readable(request_id: str, record: _Record) -> None:
-    if record.failed_blocks is not None:
-        raise TransferError(
-            f"request {request_id!r}: the K/V of blocks {list(record.failed_blocks)} was not "
-            "received and is not readable; free the request",
-            block_ids=record.failed_blocks,
-        )
-    if record.receiving:
-        raise TransferError(
-            f"request {request_id!r}: its K/V is being received and is not readable yet; call "
-            "complete_transfer once it has arrived"
-        )
-
-
-def _metadata(request_id: str, record: _Record) -> DiffusionKVMetadata:
-    """The payload of a record; its lists are copies that the receiver may keep."""
-    return DiffusionKVMetadata(
-        request_id,
-        record.generation,
-        tuple(
-            DiffusionKVSequenceMetadata(
-                sequence_id=row.request.sequence_id,
-                prefix_len=row.request.prefix_len,
-                target_len=row.request.target_len,
-                seq_len=row.request.seq_len,
-                block_ids=_copy(row.tables),
-                cached_prefix_len=row.cached_prefix_len,
-                context_ids=tuple(c.context_id for c in row.request.kv_contexts),
-                first_key=row.first_key,
-            )
-            for row in record.rows
-        ),
-        tuple(
-            DiffusionKVContextMetadata(
-                context.context_id, context.cache_role, context.num_tokens, _copy(tables)
-            )
-            for context, tables in record.contexts
-        ),
-    )

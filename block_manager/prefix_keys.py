@@ -2,7 +2,8 @@
 
 The root of a chain is the hash of the domain (model, LoRA, salt, CFG branch). The key of block
 ``i`` is the hash of the key before it, the block's tokens, and every feature and full span
-that touches the block. All inputs are framed by type and length, so that no two different
+that touches the block, a span with all that it holds, in later blocks too: that is what the
+block's K/V depends on. All inputs are framed by type and length, so that no two different
 inputs give one message; integers are little-endian, so that keys are the same in every
 process and on every machine.
 """
@@ -10,19 +11,20 @@ process and on every machine.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from struct import error, pack
+from struct import error, pack, unpack
+from sys import byteorder
 
 from layout_core.errors import PrefixCacheError
 from layout_core.visibility import Spans
 
-# The first byte of a message tells a root from a block. A block's message is the tag, the key
-# before it, block_size tokens of 8 bytes, and the framed extras: all but the last have a fixed
-# length, given the root, which frames block_size.
-_ROOT = b"R"
-_BLOCK = b"B"
+# A root's message starts with this text, a block's with the 32 bytes of the key before it, which
+# no one can make equal to the text. After the key come block_size tokens of 8 bytes and the framed
+# extras: all but the last have a fixed length, given the root, which frames block_size.
+_ROOT = b"pagestride prefix keys, version 1"
 
 Framed = str | bytes | int | float | bool | None
 
@@ -119,6 +121,13 @@ def token_words(token_ids: Sequence[int], *, where: str = "token_ids") -> bytes:
     Raises:
         PrefixCacheError: a token that is no int of at most 64 bits; the first one is named.
     """
+    if byteorder == "little":
+        try:
+            raw = array("Q", token_ids).tobytes()  # the fast way, if none is negative
+        except (TypeError, OverflowError):
+            raw = b"\xff" * 8
+        if raw[7::8].isascii():  # no top bit: every id is below 2**63
+            return raw
     try:
         return pack(f"<{len(token_ids)}q", *token_ids)
     except error:
@@ -142,7 +151,8 @@ def prefix_keys(
     """Keys of the full blocks of ``token_ids[:num_tokens]``, 32 bytes each.
 
     Key ``i`` stands for the whole prefix of ``(i + 1) * block_size`` tokens: two rows with
-    equal key ``i`` have equal tokens, features and spans there, and an equal domain.
+    equal key ``i`` have equal tokens, features and spans there, an equal domain, and equal
+    content of every span that begins there, up to its end.
 
     Args:
         token_ids: tokens, or what :func:`token_words` made of them.
@@ -150,7 +160,8 @@ def prefix_keys(
         domain: what else K/V depends on.
         num_tokens: tokens to key; all by default.
         features: sorted and disjoint.
-        spans: full spans, sorted and disjoint, or ``None`` where the row has no span list.
+        spans: full spans, sorted and disjoint, or ``None`` where the row has no span list. The
+            tokens of a span that begins in a keyed block must be given up to its end.
     """
     if block_size < 1:
         raise PrefixCacheError(f"block_size: expected >= 1, got {block_size}")
@@ -172,7 +183,6 @@ def prefix_keys(
         _ROOT
         + frame(
             (
-                "pagestride prefix keys 1",
                 block_size,
                 domain.namespace,
                 domain.lora_id,
@@ -183,31 +193,61 @@ def prefix_keys(
             )
         )
     ).digest()
-    keys: list[bytes] = []
-    extras = _block_extras(count // block_size, block_size, features, spans or ())
+    num_blocks = count // block_size
     step = 8 * block_size
-    for index, start in enumerate(range(0, count // block_size * step, step)):
-        message = _BLOCK + key + data[start : start + step]
-        if index in extras:
-            message += extras[index]
-        key = sha256(message).digest()
-        keys.append(key)
+    parts = unpack(f"{step}s" * num_blocks, data[: num_blocks * step])
+    extras = _block_extras(data, num_blocks, block_size, features, spans or ())
+    if extras:
+        parts = tuple(part + extras.get(index, b"") for index, part in enumerate(parts))
+    keys: list[bytes] = []
+    append, new_hash = keys.append, sha256
+    for part in parts:
+        key = new_hash(key + part).digest()
+        append(key)
     return keys
 
 
 def _block_extras(
-    num_blocks: int, block_size: int, features: Sequence[PrefixFeature], spans: Spans
+    data: bytes,
+    num_blocks: int,
+    block_size: int,
+    features: Sequence[PrefixFeature],
+    spans: Spans,
 ) -> dict[int, bytes]:
-    """For each block that a feature or a span touches, their framed descriptions."""
+    """For each block that a feature or a span touches, their framed descriptions.
+
+    Positions in a full span see all of it, also what lies in later blocks. So the description
+    of a span holds a digest of everything in it, and stands in every block that it touches.
+    """
     touching: dict[int, list[Framed]] = {}
-    described: list[tuple[int, int, tuple[Framed, ...]]] = [
-        (f.offset, f.end, ("feature", f.identifier, f.offset, f.length)) for f in features
-    ]
-    described += [(a, b, ("span", a, b)) for a, b in spans]
-    for start, end, values in described:
+
+    def describe(start: int, end: int, values: tuple[Framed, ...]) -> None:
         for index in range(start // block_size, min(-(-end // block_size), num_blocks)):
             touching.setdefault(index, []).extend(values)
+
+    for feature in features:
+        describe(feature.offset, feature.end, _describe_feature(feature))
+    for start, end in spans:
+        if start >= num_blocks * block_size:
+            break
+        if end > len(data) // 8:
+            raise PrefixCacheError(
+                f"spans: [{start}, {end}) ends past the {len(data) // 8} tokens given, and its "
+                "first tokens cannot be keyed without its last"
+            )
+        inside = [
+            value
+            for feature in features
+            if feature.offset < end and feature.end > start
+            for value in _describe_feature(feature)
+        ]
+        content = sha256(data[8 * start : 8 * end] + frame(inside)).digest()
+        describe(start, end, ("span", start, end, content))
     return {index: frame(values) for index, values in touching.items()}
+
+
+def _describe_feature(feature: PrefixFeature) -> tuple[Framed, ...]:
+    return ("feature", feature.identifier, feature.offset, feature.length)
 
 
 def group_key(key: bytes, group: int) -> bytes:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from block_manager.geometry import CacheGeometry, KVCacheConfigLike
 from layout_core.errors import (
@@ -33,16 +32,17 @@ Identity = tuple[str, int | str]
 """``(request_id, sequence_id)`` or ``(request_id, context_id)``, as ``PagedAttentionRow``'s."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InstalledRow:
+_LISTS = (tuple, list)
+
+
+class _InstalledRow(NamedTuple):
     identity: Identity
     num_tokens: int
     first_key: int
     blocks: tuple[array[int], ...]  # for each group
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     generation: int
     snapshot: tuple[object, ...]  # all that a payload says, to compare with
     rows: tuple[_InstalledRow, ...]
@@ -428,8 +428,8 @@ class RowTable:
                 f"{where}: {num_tokens} tokens exceed max_model_len {self.max_model_len}"
             )
         sizes = self.geometry.block_sizes
-        if not isinstance(block_ids, tuple | list) or len(block_ids) != len(sizes):
-            count = len(block_ids) if isinstance(block_ids, tuple | list) else repr(block_ids)
+        if not isinstance(block_ids, _LISTS) or len(block_ids) != len(sizes):
+            count = len(block_ids) if isinstance(block_ids, _LISTS) else repr(block_ids)
             raise BlockTableError(
                 f"{where}: block_ids: expected a list for each of {len(sizes)} groups, got {count}"
             )
@@ -448,15 +448,14 @@ class RowTable:
     def _to_array(self, where: str, group: int, ids: Sequence[int]) -> array[int]:
         """``array("i")`` of ids that are ints in range and, but for the null block, distinct."""
         limit = self.geometry.num_blocks
-        blocks: array[int] | None = None
         try:
             # unsigned first: it refuses negative ids, and is several times faster from a list
             raw = array("I", ids).tobytes()
-            if _all_below(raw, limit):
-                blocks = array("i", raw)
         except (TypeError, OverflowError):
-            pass  # an id that is no int of 32 bits: named below
-        if blocks is None:
+            raw = None  # an id that is no int of 32 bits: named below
+        if raw is not None and _is_ascending(raw) and (not ids or ids[-1] < limit):
+            return array("i", raw)  # so all are distinct and in range
+        if raw is None or max(ids) >= limit:
             bad, at = next(
                 (each, at)
                 for at, each in enumerate(ids)
@@ -470,11 +469,15 @@ class RowTable:
         if len(distinct) != len(ids):
             nulls = ids.count(NULL_BLOCK_ID) if self.null_block else 0
             if len(distinct) + max(nulls - 1, 0) != len(ids):
-                twice = next(b for b in ids if b != NULL_BLOCK_ID and ids.count(b) > 1)
+                twice = next(
+                    block
+                    for block in ids
+                    if ids.count(block) > 1 and not (self.null_block and block == NULL_BLOCK_ID)
+                )
                 raise BlockTableError(
                     f"{where}, group {group}: block {twice} stands twice in a row"
                 )
-        return blocks
+        return array("i", raw)
 
     def _put(self, request_id: str, current: _Request | None, request: _Request) -> bool:
         """Make ``request`` the installed one."""
@@ -538,22 +541,27 @@ class RowTable:
             self._version += 1
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _lanes(count: int, value: int) -> int:
     """``value`` in each of ``count`` lanes of 32 bits."""
-    return int.from_bytes(value.to_bytes(4, sys.byteorder) * count, sys.byteorder)
+    return int.from_bytes(value.to_bytes(4, "little") * count, "little")
 
 
-def _all_below(raw: bytes, limit: int) -> bool:
-    """Whether all 32-bit unsigned integers of ``raw`` are below ``limit`` (at most 2**31).
+def _is_ascending(raw: bytes) -> bool:
+    """Whether the 32-bit unsigned integers of ``raw`` are below 2**31 and strictly ascending.
 
-    All at once, as one long integer: adding ``2**31 - limit`` to each sets the top bit of
-    exactly those that are not below, if none had it before, and so none carries over.
+    All at once, as one long integer: ``later + (2**31 - 1) - earlier`` has its top bit set
+    exactly where ``later > earlier``, and neither carries into the next lane nor borrows.
     """
-    count = len(raw) // 4
-    values = int.from_bytes(raw, sys.byteorder)
-    tops = _lanes(count, 1 << 31)
-    return not values & tops and not (values + _lanes(count, (1 << 31) - limit)) & tops
+    pairs = len(raw) // 4 - 1
+    if pairs < 0:
+        return True
+    values = int.from_bytes(raw, "little")
+    if sys.byteorder != "little" or values & _lanes(pairs + 1, 1 << 31):
+        return False  # the caller looks at each one
+    later, earlier = values >> 32, values & _lanes(pairs, (1 << 32) - 1)
+    tops = _lanes(pairs, 1 << 31)
+    return (later + _lanes(pairs, (1 << 31) - 1) - earlier) & tops == tops
 
 
 def _length(where: str, name: str, value: object) -> int:

@@ -255,6 +255,19 @@ def test_a_hit_never_ends_inside_a_span(published: int, usable: int) -> None:
     assert hits(metadata) == [usable]
 
 
+def test_a_block_in_a_span_is_not_shared_with_another_span_of_equal_beginning() -> None:
+    # both rows have the same first 8 tokens, and [4, 10) sees tokens that differ: the third
+    # request's hit of 12 must take block 1 from row 1, never from row 0, which came first
+    m = manager(32)
+    span = [(4, 10)]
+    tokens = [[*range(8), 900, 9, 10, 11], [*range(8), 8, 900, 10, 11]]
+    first = admit(m, "a", [row("a", i, prefix=tokens[i], full_spans=span) for i in range(2)])
+    m.publish_request("a")
+    second = admit(m, "b", [row("b", prefix=tokens[1], full_spans=span)])
+    assert hits(second) == [12]
+    assert ids(second)[0][1:3] == ids(first)[1][1:3]
+
+
 def test_rows_of_other_domains_share_nothing() -> None:
     m = manager(64)
     admit(m, "a", [row("a")])

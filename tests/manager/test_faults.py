@@ -19,11 +19,16 @@ from typing import Any
 import pytest
 
 import block_manager.cache_manager
+import block_manager.records
 import block_manager.row_table
 from block_manager import BlockPool, DiffusionKVCacheManager, DiffusionKVContext, RowTable
 from tests.manager.helpers import admit, config, manager, row
 
-FILES = {block_manager.cache_manager.__file__, block_manager.row_table.__file__}
+FILES = {
+    block_manager.cache_manager.__file__,
+    block_manager.records.__file__,
+    block_manager.row_table.__file__,
+}
 UNDO = {"_restore"}
 
 
@@ -168,12 +173,13 @@ def test_a_fault_in_any_pool_call_leaves_no_trace(
                     nth: int = nth,
                     before_it: bool = before_it,
                     real: Any = real,
+                    **kwargs: Any,
                 ) -> Any:
                     nonlocal calls
                     calls += 1
                     if calls == nth + 1 and before_it:
                         raise Planted
-                    result = real(self, *args)
+                    result = real(self, *args, **kwargs)
                     if calls == nth + 1:
                         raise Planted
                     return result

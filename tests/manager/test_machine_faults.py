@@ -9,21 +9,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-import block_manager.cache_manager as cache_manager
 import block_manager.requests as requests_module
 from block_manager import BlockPool, BlockPoolError
 from block_manager.cache_manager import DiffusionKVCacheManager
 from tests.manager.test_machine import ManagerMachine
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def _hits_may_end_inside_spans(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        cache_manager,
-        "usable_hit_len",
-        lambda hit, alignment, spans=None: hit // alignment * alignment,
-    )
 
 
 def _keys_forget_the_branch(patch: pytest.MonkeyPatch) -> None:
@@ -107,7 +98,6 @@ def _a_failed_change_is_not_undone(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[Plant] = [
-    _hits_may_end_inside_spans,
     _keys_forget_the_branch,
     _keys_are_not_chained,
     _no_block_is_shared,
@@ -128,7 +118,7 @@ def test_a_planted_fault_turns_the_machine_red(
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
             ManagerMachine,
             settings=settings(
-                max_examples=200,
+                max_examples=500,
                 stateful_step_count=50,
                 deadline=None,
                 derandomize=True,

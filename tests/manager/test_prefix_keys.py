@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from block_manager import PrefixCacheError, PrefixDomain, PrefixFeature, prefix_keys
-from block_manager.prefix_keys import frame, group_key
+from block_manager.prefix_keys import frame, group_key, token_words
 
 TOKENS = tuple(range(100, 116))
 PLAIN = PrefixDomain()
@@ -65,6 +65,24 @@ def test_image_content_and_spans_change_the_keys_from_their_first_block_on() -> 
     assert prefix_keys(TOKENS, 4, PLAIN, spans=[]) != prefix_keys(TOKENS, 4, PLAIN)
 
 
+def test_a_block_in_a_span_is_keyed_by_the_whole_span() -> None:
+    # tokens 4 to 9 see each other: block 1 holds other K/V where token 9 or its image differs
+    spans, other = [(4, 10)], (*TOKENS[:9], 7, *TOKENS[10:])
+    one, two = (prefix_keys(t, 4, PLAIN, spans=spans) for t in (TOKENS, other))
+    assert one[0] == two[0]
+    assert one[1] != two[1]
+    assert prefix_keys(TOKENS, 4, PLAIN)[1] == prefix_keys(other, 4, PLAIN)[1]
+    a, b = (
+        prefix_keys(TOKENS, 4, PLAIN, spans=spans, features=[PrefixFeature(name, 8, 2)])
+        for name in ("sha:one", "sha:two")
+    )
+    assert a[0] == b[0]
+    assert a[1] != b[1]
+    with pytest.raises(PrefixCacheError, match=r"spans: \[4, 10\) ends past the 8 tokens given"):
+        prefix_keys(TOKENS[:8], 4, PLAIN, spans=spans)
+    assert len(prefix_keys(TOKENS[:8], 4, PLAIN, spans=[(8, 12)])) == 2
+
+
 def test_a_moved_image_changes_the_keys() -> None:
     here = prefix_keys(TOKENS, 4, PLAIN, features=[PrefixFeature("sha", 4, 4)])
     there = prefix_keys(TOKENS, 4, PLAIN, features=[PrefixFeature("sha", 5, 3)])
@@ -103,7 +121,7 @@ def test_framing_of_classic_collisions(a: tuple[str, ...], b: tuple[str, ...]) -
     assert frame(a) != frame(b)
 
 
-GOLDEN = "e0fea56be073651dcbc83e45cdda9095038771e705b18fb39a713054edb06586"
+GOLDEN = "c186c714672e53d2bfe236bac85695787cb24141f350db5d6c275509beba8079"
 
 
 def test_keys_are_the_same_in_every_process_and_version() -> None:
@@ -126,6 +144,12 @@ def test_keys_are_the_same_in_every_process_and_version() -> None:
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
         )
         assert out.stdout.strip() == GOLDEN
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
+def test_tokens_are_packed_as_signed_little_endian_words(tokens: list[int]) -> None:
+    expected = b"".join(token.to_bytes(8, "little", signed=True) for token in tokens)
+    assert token_words(tokens) == expected
 
 
 @pytest.mark.parametrize(

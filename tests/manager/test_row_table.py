@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import make_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from block_manager import (
     AsleepError,
@@ -20,6 +23,7 @@ from block_manager import (
     TransferError,
     UnknownRequestError,
 )
+from block_manager.row_table import _is_ascending
 from layout_core.errors import BlockTableError, ConfigError, LayoutError, RowError
 from layout_core.resolve import resolve_layout
 from layout_core.rows import BlockTables, Bucket, PagedAttentionRow, compute_slot_mapping
@@ -430,3 +434,11 @@ def test_every_change_of_rows_changes_the_version() -> None:
 def test_bad_limits_are_refused(kwargs: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(kwargs))}: expected an int >= 1"):
         table(**kwargs)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=8), st.booleans())
+def test_ascending_is_decided_rightly_for_all_at_once(ids: list[int], in_order: bool) -> None:
+    if in_order:
+        ids.sort()
+    expected = all(a < b for a, b in pairwise(ids)) and max(ids, default=0) < 2**31
+    assert _is_ascending(array("I", ids).tobytes()) == expected
