@@ -117,6 +117,10 @@ class Engine(Protocol[ArrayT, PoolT, BatchT]):
         """A pool holding ``data``, which must be ``resolved.size_bytes`` long."""
         ...
 
+    def quantize(self, x: ArrayT, scale: float, dtype: Any) -> ArrayT:
+        """``x / scale`` as an 8-bit float, saturated; both engines give the same bytes."""
+        ...
+
     def from_numpy(self, array: Any) -> ArrayT:
         """A device array from a NumPy array; ml_dtypes' types come over bit for bit."""
         ...

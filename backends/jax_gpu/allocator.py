@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from backends.jax_gpu.dtypes import WORD_DTYPES
-from backends.jax_gpu.paging import PoolPlan
+from backends.jax_gpu.paging import PlanTemplate, PoolPlan
 from layout_core.errors import PoolError
 from layout_core.serving import check_servable
 from layout_core.views import ResolvedLayout
@@ -22,13 +22,18 @@ class JaxPool:
     A pytree with one leaf, so it goes through ``jit``, ``scan`` and ``shard_map`` and can be
     donated there. Outside of them every call that changes the pool returns a new one and
     consumes the old, which then cannot be used again.
+
+    The plan is static: a program that takes a pool is compiled for its plan. A *portable* pool
+    carries the places of its layers as a second leaf instead, so that one program serves all
+    plans that differ only in these, another layout for one; see :meth:`portable`.
     """
 
-    __slots__ = ("_consumed_by", "_plan", "_words")
+    __slots__ = ("_addresses", "_consumed_by", "_plan", "_words")
 
-    def __init__(self, words: Any, plan: PoolPlan) -> None:
+    def __init__(self, words: Any, plan: PoolPlan, addresses: Any = None) -> None:
         self._words = words
         self._plan = plan
+        self._addresses = addresses
         self._consumed_by: str | None = None
 
     @property
@@ -38,8 +43,45 @@ class JaxPool:
 
     @property
     def resolved(self) -> ResolvedLayout:
-        """The plan as the core resolved it."""
+        """The plan as the core resolved it.
+
+        Raises:
+            PoolError: a portable pool knows its layers' places, and not the plan they are of.
+        """
+        if self.is_portable:
+            raise PoolError(
+                "pool: a portable pool has no plan of its own; give it one with placed_as(plan)"
+            )
         return self._plan.resolved
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether the layers' places are data."""
+        return isinstance(self._plan, PlanTemplate)
+
+    @property
+    def addresses(self) -> Any:
+        """Where the layers lie, int32 ``[layers, 5]``: numbers of the plan, or data."""
+        return self._addresses if self.is_portable else self._plan.addresses
+
+    def portable(self) -> JaxPool:
+        """The same words with the layers' places as data, for programs that serve many plans.
+
+        Donating it to a program consumes this pool as well. :meth:`placed_as` turns what the
+        program returns back into a pool of the plan.
+        """
+        addresses = jax.device_put(np.array(self.addresses), self.words.sharding.device_set.pop())
+        return JaxPool(self.words, self._plan.template(), addresses)
+
+    def placed_as(self, plan: PoolPlan) -> JaxPool:
+        """The words of a portable pool as a pool of ``plan``, from which it was made.
+
+        Raises:
+            PoolError: ``plan`` has other layers or another size.
+        """
+        if plan.template() != self._plan.template():
+            raise PoolError("plan: it has other layers, or a pool of another size, than this pool")
+        return JaxPool(self.words, plan)
 
     @property
     def words(self) -> jax.Array:
@@ -60,22 +102,29 @@ class JaxPool:
             )
         return words  # type: ignore[no-any-return]  # a leaf may be anything inside JAX
 
+    def with_words(self, words: Any) -> JaxPool:
+        """A pool of the same plan with other words."""
+        return JaxPool(words, self._plan, self._addresses)
+
     def consume(self, by: str) -> None:
         """Mark the pool as gone; ``by`` is named to whoever uses it again."""
         self._consumed_by = by
 
-    def tree_flatten(self) -> tuple[tuple[jax.Array], PoolPlan]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], PoolPlan]:
+        if self.is_portable:
+            return (self.words, self._addresses), self._plan
         return (self.words,), self._plan
 
     @classmethod
-    def tree_unflatten(cls, plan: PoolPlan, leaves: tuple[Any]) -> JaxPool:
-        return cls(leaves[0], plan)
+    def tree_unflatten(cls, plan: PoolPlan, leaves: tuple[Any, ...]) -> JaxPool:
+        return cls(leaves[0], plan, *leaves[1:])
 
     def __repr__(self) -> str:
         state = "" if self._consumed_by is None else f", consumed by {self._consumed_by}"
         rows, width = self._plan.shape
         return (
-            f"JaxPool({self.resolved.layout.name}, {rows} rows of {width} uint"
+            f"JaxPool({'portable' if self.is_portable else self.resolved.layout.name}, "
+            f"{rows} rows of {width} uint"
             f"{self._plan.geometry.word_bits}{state})"
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from backends.jax_gpu.allocator import is_traced
 from backends.jax_gpu.kernels.select import select_kernel
-from backends.jax_gpu.paging import PoolPlan
+from backends.jax_gpu.paging import PlanTemplate, PoolPlan
 from layout_core.errors import RowError
 from layout_core.rows import BlockTables, Bucket, PagedAttentionRow
 from layout_core.serving import check_fresh, check_num_heads
@@ -74,6 +74,22 @@ class JaxBatch:
     def resolved(self) -> ResolvedLayout:
         """The plan that the batch was prepared for."""
         return self.shape.plan.resolved
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether it goes with a portable pool."""
+        return isinstance(self.shape.plan, PlanTemplate)
+
+    def portable(self) -> JaxBatch:
+        """The same step for a portable pool; see :meth:`JaxPool.portable`.
+
+        It is checked here, once, that the step is not stale; the result knows no tables.
+
+        Raises:
+            StaleBatchError: the block tables have changed.
+        """
+        self.check_fresh()
+        return JaxBatch(replace(self.shape, plan=self.shape.plan.template()), self.arrays)
 
     @property
     def group(self) -> int:

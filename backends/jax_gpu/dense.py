@@ -27,9 +27,10 @@ from layout_core.attention import (
     PagedAttentionContext,
     check_joint,
 )
-from layout_core.dense import DensePlan, plan_dense
+from layout_core.dense import DensePlan, plan_dense, uses_video_layout
 from layout_core.dtypes import DType
 from layout_core.errors import TensorError, UnsupportedError
+from layout_core.packages import check_installed
 
 QKV_LAYOUT = "BSND"
 
@@ -43,9 +44,6 @@ class JaxAttentionBackend(AttentionBackend):
     supports_paged_kv = True
     supports_prefix_kv_slicing = True
     supported_platforms = ("cuda", "cpu")
-
-    # strides are data here: any layout is followed, so nothing is demanded and nothing forbidden
-    indexes_kv_by_block_stride = None  # type: ignore[assignment]
 
     @staticmethod
     def get_name() -> str:
@@ -68,6 +66,10 @@ class JaxAttentionBackend(AttentionBackend):
         return []
 
     @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool | None:
+        return None  # strides are data here: any layout is followed, none demanded or forbidden
+
+    @classmethod
     def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
         return True
 
@@ -78,6 +80,12 @@ class JaxAttentionBackend(AttentionBackend):
     @classmethod
     def supports_multi_doc_packed_varlen(cls) -> bool:
         return True
+
+    @classmethod
+    def validate_available(cls) -> None:
+        check_installed(
+            f"attention backend {cls.get_name()}", ("jax", "jaxlib", "numpy", "ml_dtypes"), "jax"
+        )
 
 
 class JaxAttentionImpl(AttentionImpl[jax.Array]):
@@ -213,7 +221,7 @@ def dense_attention(
         check_joint(metadata)
         own_keys = key.shape[1]
         query, key, value = _join(query, key, value, metadata)
-        if metadata.video_layout is None:  # else the mask masks nothing but the padding
+        if not uses_video_layout(metadata):  # else the mask masks nothing but the padding
             mask = _joined_mask(metadata, own_keys, query, key)
     _check_dense(query, key, value, heads, name)
     plan = plan_dense(
@@ -234,8 +242,8 @@ def dense_attention(
                 f"{query.shape[0]} samples"
             )
         query, key, value = (x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value))
-    lo, hi = _intervals(plan, query.shape[0], query.shape[1])
-    output: jax.Array = _dense_program(query, key, value, lo, hi, mask, scale)
+    intervals = _intervals(plan, query.shape[0], query.shape[1])
+    output: jax.Array = _dense_program(query, key, value, *intervals, mask, scale)
     return output.reshape(shape)
 
 
@@ -243,26 +251,44 @@ def _dense(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    rows: jax.Array,
+    key_ranges: jax.Array,
     lo: jax.Array,
     hi: jax.Array,
     mask: jax.Array | None,
     scale: float,
 ) -> jax.Array:
-    return xla.dense_attention(query, key, value, lo, hi, mask, scale=scale)
+    return xla.dense_attention(query, key, value, rows, key_ranges, lo, hi, mask, scale=scale)
 
 
 _dense_program = jax.jit(_dense)
 
 
-def _intervals(plan: DensePlan, batch: int, tokens: int) -> tuple[Any, Any]:
-    """``lo, hi``, int32 ``[B, Sq]``; queries in no row of the plan see nothing."""
+Int32 = np.ndarray[Any, np.dtype[np.int32]]
+
+
+def _intervals(plan: DensePlan, batch: int, tokens: int) -> tuple[Int32, Int32, Int32, Int32]:
+    """``rows, key_ranges, lo, hi`` of :func:`.kernels.xla.dense_attention`.
+
+    Documents are padded to a power of two with rows of no query, so that other counts of them
+    run the same program. Rows of samples all cover one range of queries; where they differ in
+    length, the rest of the shorter ones sees nothing.
+    """
     lo, hi = np.zeros((batch, tokens), np.int32), np.zeros((batch, tokens), np.int32)
-    for row in plan.rows:
+    count = len(plan.rows) if plan.flatten else 1
+    rows = np.zeros((1 << max(count - 1, 0).bit_length(), 2), np.int32)
+    key_ranges = np.zeros((batch, len(rows), 2), np.int32)
+    if not plan.flatten:
+        rows[0] = 0, tokens
+    for index, row in enumerate(plan.rows):
         samples = slice(None) if row.sample is None else row.sample
-        where = slice(row.start, row.start + len(row.lo))
-        lo[samples, where] = row.lo
-        hi[samples, where] = row.hi
-    return lo, hi
+        end = row.start + len(row.lo)
+        lo[samples, row.start : end] = row.lo
+        hi[samples, row.start : end] = row.hi
+        if plan.flatten:
+            rows[index] = row.start, end
+        key_ranges[samples, index if plan.flatten else 0] = row.key_range()
+    return rows, key_ranges, lo, hi
 
 
 def _check_dense(
@@ -347,7 +373,10 @@ def _joined_mask(
 
 
 def _joined_key_mask(metadata: Metadata, batch: int, own_keys: int, joint_keys: int) -> jax.Array:
-    """``[B, Sj + Sk]`` from the masks of the two parts; one that is missing masks nothing."""
+    """``[B, Sj + Sk]`` from the masks of the two parts; one that is missing masks nothing.
+
+    Float where one of them is.
+    """
     parts: list[jax.Array] = []
     for name, part, count in (
         ("joint_attn_mask", metadata.joint_attn_mask, joint_keys),
@@ -357,12 +386,16 @@ def _joined_key_mask(metadata: Metadata, batch: int, own_keys: int, joint_keys: 
             part = jnp.ones((batch, count), jnp.bool_)
         if tuple(part.shape) != (batch, count):
             raise TensorError(f"{name}: expected [{batch}, {count}], got {list(part.shape)}")
-        if jnp.issubdtype(part.dtype, jnp.floating):
-            raise TensorError(
-                f"{name}: beside joint keys expected a boolean mask, got {part.dtype}"
-            )
-        parts.append(part != 0)
+        parts.append(part if jnp.issubdtype(part.dtype, jnp.floating) else part != 0)
+    if any(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
+        parts = [_additive(part) for part in parts]
     return jnp.concatenate(parts if metadata.joint_strategy == "front" else parts[::-1], axis=1)
+
+
+def _additive(mask: jax.Array) -> jax.Array:
+    if mask.dtype != jnp.bool_:
+        return mask.astype(jnp.float32)
+    return jnp.where(mask, jnp.float32(0), -jnp.inf)
 
 
 def _bounds(metadata: Metadata | None, name: str) -> Sequence[int] | None:

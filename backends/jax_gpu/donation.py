@@ -79,7 +79,7 @@ def check_donation(compiled: Any, pool: JaxPool) -> None:
         PoolError: the program does not alias the pool's memory, or it holds a copy or a
             conversion of an array of the pool's shape.
     """
-    check_in_place(compiled, pool.plan.shape, pool.resolved.size_bytes)
+    check_in_place(compiled, pool.plan.shape, pool.plan.resolved.size_bytes)
 
 
 def check_in_place(compiled: Any, shape: tuple[int, int], size_bytes: int) -> None:

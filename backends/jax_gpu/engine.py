@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from backends.jax_gpu import allocator, paged, writing
+from backends.jax_gpu import allocator, dtypes, paged, writing
 from backends.jax_gpu.allocator import JaxPool, host_view
 from backends.jax_gpu.batch import JaxBatch, make_batch, update_batch
 from backends.jax_gpu.dense import JaxAttentionBackend
 from backends.jax_gpu.device import find_device
 from backends.jax_gpu.donation import Donation
+from backends.jax_gpu.kernels.select import kernel_names
 from backends.jax_gpu.layers import AnyLayer
 from layout_core.attention import AttentionBackend
 from layout_core.errors import TensorError
@@ -65,6 +66,11 @@ class JaxEngine:
     def device(self) -> str:
         """``cpu`` or ``cuda``, with an index where one was asked for."""
         return self._device_name
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names that ``prepare(kernel=...)`` accepts beside ``auto``."""
+        return kernel_names()
 
     def __repr__(self) -> str:
         return f"JaxEngine(device={self._device_name!r}, strict_donation={self._donation.strict})"
@@ -113,6 +119,10 @@ class JaxEngine:
     def to_numpy(self, array: jax.Array) -> Any:
         """A NumPy array with a copy of a device array; ml_dtypes' types for the narrow ones."""
         return host_view(array).copy()
+
+    def quantize(self, x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
+        """``x / scale`` as an 8-bit float; see :func:`backends.jax_gpu.dtypes.quantize`."""
+        return dtypes.quantize(x, scale, dtype)
 
     # Writing and copying.
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends.jax_gpu.paging import Address, CellShape, PoolPlan, as_address
+from backends.jax_gpu.allocator import JaxPool
+from backends.jax_gpu.paging import Address, CellShape, as_address
 from layout_core.dtypes import DType
 from layout_core.errors import BlockTableError, TensorError, UnsupportedError
 from layout_core.protocols import Layer
@@ -21,7 +22,7 @@ AnyLayer = Layer | jax.Array
 
 
 def place_of(
-    plan: PoolPlan, layer: AnyLayer, group: int | None = None
+    pool: JaxPool, layer: AnyLayer, group: int | None = None
 ) -> tuple[LayerView, CellShape, Address]:
     """A layer's view, shape and place. A traced one looks its place up inside the program.
 
@@ -36,12 +37,13 @@ def place_of(
         PoolError: a view of another plan, or a layer of another group.
         UnsupportedError: a traced layer that may mean layers of unlike shapes.
     """
+    plan = pool.plan
     if not isinstance(layer, jax.Array):
         index = find_layer(plan.resolved, layer)
         view = plan.resolved.layers[index]
         if group is not None:
             check_batch_layer(view, group)
-        return view, plan.cells[index], Address(*plan.addresses[index])
+        return view, plan.cells[index], Address(*pool.addresses[index])
     if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
         raise TensorError(f"layer: expected a scalar integer, got {layer.dtype}{list(layer.shape)}")
     allowed = range(len(plan.cells)) if group is None else plan.resolved.group_layers(group)
@@ -52,7 +54,7 @@ def place_of(
             "unlike shapes here"
         )
     view = plan.resolved.layers[allowed[0]]
-    return view, shapes.pop(), as_address(jnp.asarray(plan.addresses)[layer])
+    return view, shapes.pop(), as_address(jnp.asarray(pool.addresses)[layer])
 
 
 def check_stored(view: LayerView, tokens: int, key: Any, value: Any) -> None:

@@ -15,7 +15,7 @@ from backends.jax_gpu.kernels import xla
 from backends.jax_gpu.layers import AnyLayer, check_stored, place_of
 from backends.jax_gpu.paging import Address, CellShape, write_cells
 from layout_core.dtypes import DType
-from layout_core.errors import TensorError
+from layout_core.errors import PoolError, TensorError
 from layout_core.serving import check_array, check_same_plan, check_scalars
 
 Scalars = tuple[Any, Any, Any]
@@ -37,10 +37,9 @@ def forward_paged(
     v_scale: float = 1.0,
 ) -> tuple[jax.Array, JaxPool]:
     """One step of one layer; see :meth:`JaxEngine.forward_paged`."""
-    words, plan = pool.words, pool.plan
-    check_same_plan(plan.resolved, batch.resolved)
-    batch.check_fresh()
-    view, cell, address = place_of(plan, layer, batch.group)
+    words = pool.words
+    _check_batch(pool, batch)
+    view, cell, address = place_of(pool, layer, batch.group)
     check_scalars(softmax_scale, softcap, k_scale, v_scale)
     tokens, query_dtype = batch.num_tokens, DType.parse(query.dtype)
     check_array(
@@ -76,7 +75,21 @@ def forward_paged(
         output, new = _step(words, *arguments)
     else:
         output, new = donation.run("forward_paged", _step_program, pool, words, arguments)
-    return output, JaxPool(new, plan)
+    return output, pool.with_words(new)
+
+
+def _check_batch(pool: JaxPool, batch: JaxBatch) -> None:
+    """Raise unless the batch was prepared for the pool's plan, and nothing changed since."""
+    if pool.is_portable != batch.is_portable:
+        portable = "pool" if pool.is_portable else "batch"
+        raise PoolError(
+            f"batch: the {portable} is portable and the other is not; call portable() on both"
+        )
+    if not pool.is_portable:
+        check_same_plan(pool.plan.resolved, batch.resolved)
+    elif pool.plan != batch.shape.plan:
+        raise PoolError("batch: it was prepared for other layers, or a pool of another size")
+    batch.check_fresh()
 
 
 def _attend(

@@ -108,6 +108,40 @@ class PoolPlan:
         """``(num_rows, words_per_row)`` of the pool's array."""
         return self.geometry.num_rows, self.geometry.words_per_row
 
+    def template(self) -> PlanTemplate:
+        """This plan without the places of its layers."""
+        return PlanTemplate(self)
+
+
+class PlanTemplate(PoolPlan):
+    """What plans have in common that differ only in where their layers lie.
+
+    Two templates are equal where the layers' names, groups and cells and the pool's array are.
+    ``resolved`` is then one plan of many, and only what is equal in all of them may be read from
+    it; where the layers lie comes with the pool, as data.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, plan: PoolPlan) -> None:
+        self.resolved = plan.resolved
+        self.geometry = plan.geometry
+        self.cells = plan.cells
+        self.addresses = plan.addresses
+        layers = tuple((view.name, view.group) for view in plan.resolved.layers)
+        self._key = (plan.shape, plan.cells, layers)
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, PlanTemplate) and self._key == other._key)
+
+    def template(self) -> PlanTemplate:
+        """Itself."""
+        return self
+
 
 def _check_index_range(geometry: RowGeometry) -> None:
     if geometry.num_rows > INDEX_LIMIT:

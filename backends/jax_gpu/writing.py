@@ -21,7 +21,7 @@ def write(
 ) -> JaxPool:
     """Store K and V at slots; see :meth:`JaxEngine.write`."""
     words = pool.words
-    view, cell, address = place_of(pool.plan, layer)
+    view, cell, address = place_of(pool, layer)
     slots = check_slots(view, slots)
     check_stored(view, slots.shape[0], key, value)
     arguments = (cell, address, key, value, slots)
@@ -29,7 +29,7 @@ def write(
         (new,) = _write(words, *arguments)
     else:
         (new,) = donation.run("write", _write_program, pool, words, arguments)
-    return JaxPool(new, pool.plan)
+    return pool.with_words(new)
 
 
 def copy_blocks(
@@ -50,12 +50,12 @@ def copy_blocks(
     for index in layers:
         alike.setdefault(plan.cells[index], []).append(index)
     for cell, indices in alike.items():
-        arguments = (cell, as_address(plan.addresses[indices]), source, target)
+        arguments = (cell, as_address(pool.addresses[np.array(indices)]), source, target)
         if is_traced(words):
             (words,) = _copy(words, *arguments)
         else:
             (words,) = donation.run("copy_blocks", _copy_program, pool, words, arguments)
-    return JaxPool(words, plan)
+    return pool.with_words(words)
 
 
 def _kernel_blocks(blocks: Sequence[int], ratio: int, count: int, padding: int) -> Any:

@@ -599,7 +599,7 @@ def test_the_kernel_gives_the_log_of_the_sum() -> None:
     )
     _, pool = ENGINE.forward_paged(ENGINE.allocate(resolved), 0, q, k, v, batch)
     a = batch.arrays
-    address = paged_module.place_of(pool.plan, 0)[2]
+    address = paged_module.place_of(pool, 0)[2]
     out, lse = xla.paged_attention(
         pool.words, pool.plan.cells[0], address, q, a.block_table, a.cu_seqlens,
         a.row_lo, a.row_hi, a.lo, a.hi,

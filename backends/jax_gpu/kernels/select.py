@@ -14,6 +14,11 @@ KERNELS: Final[dict[str, tuple[str, ...]]] = {"xla": ("cpu", "gpu")}
 """Kernel name -> platforms it serves as JAX names them, in the order in which auto tries."""
 
 
+def kernel_names() -> tuple[str, ...]:
+    """Names that :func:`select_kernel` knows beside ``auto``."""
+    return tuple(KERNELS)
+
+
 def select_kernel(kernel: str, platform: str) -> str:
     """The kernel for a request, ``auto`` or a name.
 

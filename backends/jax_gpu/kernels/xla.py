@@ -279,8 +279,13 @@ def _attend_in_chunks(
     *,
     softcap: jax.Array | None = None,
     bias: Bias | None = None,
+    seen: tuple[jax.Array, jax.Array] | None = None,
 ) -> OutputAndLSE:
-    """As :func:`_attend_at_once`, over only the chunks of keys that any of the queries sees."""
+    """As :func:`_attend_at_once`, over only the chunks of keys that any of the queries sees.
+
+    ``seen`` is ``None`` where the buffers hold zeros outside the row's visible range ``[first,
+    last)``, else that range.
+    """
     sees = lo < hi
     last = jnp.max(jnp.where(sees, hi, 0))
     first = jnp.minimum(jnp.min(jnp.where(sees, lo, _INT32_MAX)), last)
@@ -292,6 +297,9 @@ def _attend_in_chunks(
         start = index * KEY_CHUNK
         key = _slice(key_buffer, (start, 0), (KEY_CHUNK, key_buffer.shape[1]))
         value = _slice(value_buffer, (start, 0), (KEY_CHUNK, value_buffer.shape[1]))
+        if seen is not None:
+            shown = _inside(start + jnp.arange(KEY_CHUNK, dtype=jnp.int32), *seen)[:, None]
+            key, value = jnp.where(shown, key, 0), jnp.where(shown, value, 0)
         score = _scores(queries, key, lo, hi, start, softcap, bias)
         new_largest = jnp.maximum(largest, jnp.max(score, axis=1))
         base = _finite(new_largest)
@@ -315,17 +323,23 @@ def dense_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    rows: jax.Array,
+    key_ranges: jax.Array,
     lo: jax.Array,
     hi: jax.Array,
     mask: jax.Array | None,
     *,
     scale: float,
 ) -> jax.Array:
-    """Attention over contiguous K/V, by the same steps as over pages.
+    """Attention over contiguous K/V, by the same steps as over pages. Forward only.
 
     Args:
         query: ``[B, Sq, Hq, D]``.
         key, value: ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``.
+        rows: int32 ``[R, 2]``, the half-open range of queries of each row, ascending: packed
+            documents, or one row of all queries. Other queries give zeros.
+        key_ranges: int32 ``[B, R, 2]``, the union of the intervals of a row's queries. What lies
+            outside, NaN in another document say, never reaches the row.
         lo, hi: int32 ``[B, Sq]``, the half-open interval of keys that each query sees.
         mask: ``None``, or what broadcasts to ``[B, Hq, Sq, Sk]``: boolean, true for keys that
             stay visible, or a float that is added to the scores, −inf for those that do not.
@@ -335,66 +349,85 @@ def dense_attention(
     """
     batch, tokens, num_heads, size = query.shape
     num_keys, heads = key.shape[1:3]
+    num_rows = rows.shape[0]
     group = num_heads // max(heads, 1)
-    if batch == 0 or tokens == 0 or num_keys == 0:
+    if batch == 0 or tokens == 0 or num_keys == 0 or num_rows == 0:
         return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
-    chunk = query_chunk(tokens, 1, group)
-    chunks = -(-tokens // chunk)
-    rest = chunks * chunk - tokens
+    chunk = query_chunk(tokens, num_rows, group)
     chunked = num_keys > WHOLE_TABLE
     key_rest = -num_keys % KEY_CHUNK if chunked else 0
 
-    used = _used_keys(lo, hi, mask, num_keys)[:, :, None, None]
-    key = jnp.where(used, key.astype(_FLOAT), 0).transpose(0, 2, 1, 3)
-    value = jnp.where(used, value.astype(_FLOAT), 0).transpose(0, 2, 1, 3)
-    key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, key_rest), (0, 0))) for x in (key, value))
-    # [B, H, chunks, chunk * group, D]
-    queries = jnp.pad(query.astype(_FLOAT) * scale, ((0, 0), (0, rest), (0, 0), (0, 0)))
-    queries = queries.reshape(batch, chunks, chunk, heads, group, size)
-    queries = queries.transpose(0, 3, 1, 2, 4, 5).reshape(batch, heads, chunks, chunk * group, size)
-    lo, hi = (jnp.pad(x, ((0, 0), (0, rest))).reshape(batch, chunks, chunk) for x in (lo, hi))
+    key, value = (x.astype(_FLOAT) for x in (key, value))
+    if mask is not None:
+        used = _used_keys(lo, hi, mask, num_keys)[:, :, None, None]
+        key, value = jnp.where(used, key, 0), jnp.where(used, value, 0)
+    # [B, H, Sk, D]
+    key, value = (
+        jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, key_rest), (0, 0)))
+        for x in (key, value)
+    )
+    # [B, H, (Sq + chunk) * group, D]: the last chunk of the last row is a whole slice
+    queries = (query.astype(_FLOAT) * scale).reshape(batch, tokens, heads, group, size)
+    queries = jnp.pad(
+        queries.transpose(0, 2, 1, 3, 4), ((0, 0), (0, 0), (0, chunk), (0, 0), (0, 0))
+    )
+    queries = queries.reshape(batch, heads, (tokens + chunk) * group, size)
+    lo, hi = (jnp.pad(x, ((0, 0), (0, chunk))) for x in (lo, hi))
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:3], num_keys))
-        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, rest if mask.shape[2] > 1 else 0), (0, key_rest)))
-    attend = _attend_in_chunks if chunked else _attend_at_once
+        more = chunk if mask.shape[2] > 1 else 0
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, more), (0, key_rest)))
+    position = jnp.arange(num_keys + key_rest, dtype=jnp.int32)
 
     def one_head(index: jax.Array) -> jax.Array:
         sample, head = lax.div(index, heads), lax.rem(index, heads)
-        own = queries[sample, head], lo[sample], hi[sample], jnp.arange(chunks, dtype=jnp.int32)
-        own_key, own_value = key[sample, head], value[sample, head]
+        own_queries, own_lo, own_hi = queries[sample, head], lo[sample], hi[sample]
 
-        def one_chunk(part: tuple[jax.Array, ...]) -> jax.Array:
-            rows, chunk_lo, chunk_hi, at = part
-            bias = None
-            if mask is not None:
-                bias = partial(_apply_mask, mask, (sample, head * group, at * chunk), group, chunk)
-            output, _ = attend(
-                rows,
-                jnp.repeat(chunk_lo, group),
-                jnp.repeat(chunk_hi, group),
-                own_key,
-                own_value,
-                bias=bias,
-            )
-            return output.astype(query.dtype)
+        def one_row(row: jax.Array, output: jax.Array) -> jax.Array:
+            first, last = key_ranges[sample, row]
+            own_key, own_value = key[sample, head], value[sample, head]
+            attend: Callable[..., OutputAndLSE] = _attend_at_once
+            if chunked:  # a walk sets its chunks to zero as it reads them
+                attend = partial(_attend_in_chunks, seen=(first, last))
+            else:
+                seen = _inside(position, first, last)[:, None]
+                own_key, own_value = jnp.where(seen, own_key, 0), jnp.where(seen, own_value, 0)
+            begin, end = rows[row]
 
-        outputs: jax.Array = lax.map(one_chunk, own)
-        return outputs
+            def one_chunk(at: jax.Array, output: jax.Array) -> jax.Array:
+                start = begin + at * chunk
+                bias = None
+                if mask is not None:
+                    bias = partial(_apply_mask, mask, (sample, head * group, start), group, chunk)
+                # queries past the row's end see nothing here; their own row writes them later
+                inside = start + jnp.arange(chunk, dtype=jnp.int32) < end
+                part, _ = attend(
+                    _slice(own_queries, (start * group, 0), (chunk * group, size)),
+                    jnp.repeat(jnp.where(inside, _slice(own_lo, (start,), (chunk,)), 0), group),
+                    jnp.repeat(jnp.where(inside, _slice(own_hi, (start,), (chunk,)), 0), group),
+                    own_key,
+                    own_value,
+                    bias=bias,
+                )
+                written: jax.Array = _update(output, part.astype(query.dtype), (start * group, 0))
+                return written
+
+            chunks = lax.div(end - begin + (chunk - 1), chunk)
+            filled: jax.Array = lax.fori_loop(0, chunks, one_chunk, output)
+            return filled
+
+        nothing = jnp.zeros(((tokens + chunk) * group, value.shape[3]), query.dtype)
+        outputs: jax.Array = lax.fori_loop(0, num_rows, one_row, nothing)
+        return outputs[: tokens * group]
 
     output: jax.Array = lax.map(one_head, jnp.arange(batch * heads, dtype=jnp.int32))
-    output = output.reshape(batch, heads, chunks * chunk, group, -1)[:, :, :tokens]
+    output = output.reshape(batch, heads, tokens, group, -1)
     return output.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, num_heads, -1)
 
 
-def _used_keys(lo: jax.Array, hi: jax.Array, mask: jax.Array | None, num_keys: int) -> jax.Array:
-    """``[B, Sk]``: whether any query of any head sees a key."""
+def _used_keys(lo: jax.Array, hi: jax.Array, mask: jax.Array, num_keys: int) -> jax.Array:
+    """``[B, Sk]``: whether the mask and the intervals leave a key to any query of any head."""
     position = jnp.arange(num_keys, dtype=jnp.int32)
-    if mask is None:  # how many intervals cover a key: openings less closings up to it
-        steps = jnp.zeros((lo.shape[0], num_keys + 1), jnp.int32)
-        sample = jnp.arange(lo.shape[0])[:, None]
-        steps = steps.at[sample, lo].add(1).at[sample, hi].add(-1)
-        covered: jax.Array = jnp.cumsum(steps, axis=1)[:, :num_keys] > 0
-        return covered
     shown = _inside(position, lo[..., None], hi[..., None])  # [B, Sq, Sk]
     stays = mask if mask.dtype == jnp.bool_ else mask != _MINUS_INFINITY
     seen: jax.Array = jnp.any(shown & jnp.any(stays, axis=1), axis=1)
