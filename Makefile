@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= out
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format train score soak bench clean
+.PHONY: help demo test check format train score soak conformance conformance-record bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,21 @@ train: $(VENV)/.stamp-run ## train the digits model again (seeded; under half an
 
 score: $(VENV)/.stamp-run ## let an independent classifier read 500 generated digits
 	$(BIN)/pagestride score
+
+soak: $(VENV)/.stamp-dev ## a million operations on the block manager, watched by a model
+	$(BIN)/python -m bench.soak
+
+conformance: $(VENV)/.stamp-dev ## compare with the real vLLM 0.29.0 and 0.32.0 (4 GB of environment each)
+	$(BIN)/python tools/conformance.py run --cases 3000
+
+conformance-record: $(VENV)/.stamp-dev ## the same over 20,000 cases, recorded in bench/results
+	$(BIN)/python tools/conformance.py run --cases 20000 --seed 1 --record
+
+bench: $(VENV)/.stamp-dev ## time the core, the manager and both engines; ratios, not seconds
+	$(BIN)/python -m bench.core_bench
+	$(BIN)/python -m bench.manager_bench
+	$(BIN)/python -m bench.cpu_attention
+	$(BIN)/python -m bench.jax_attention
 
 clean: ## remove the environment and the pictures
 	rm -rf $(VENV) $(OUT) build dist

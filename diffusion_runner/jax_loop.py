@@ -48,9 +48,10 @@ class JaxLoop:
         first = self._prepare(cache, wave.first)
         later = first if wave.later is None else self._prepare(cache, wave.later)
         times = np.asarray(schedule.timesteps(wave.steps), dtype=np.float32)
+        plan = cache.pool.plan
         arguments = (
             self._params,
-            cache.pool,
+            cache.pool.portable(),  # one program for all layouts
             first,
             later,
             jnp.asarray(wave.noise),
@@ -61,7 +62,7 @@ class JaxLoop:
         started = time.perf_counter()
         sample, pool = program(*arguments)
         self._engine.synchronize(pool)
-        cache.pool = pool
+        cache.pool = pool.placed_as(plan)
         return LoopResult(
             patches=np.asarray(sample),
             seconds=time.perf_counter() - started,
@@ -138,7 +139,7 @@ class JaxLoop:
         key: jax.Array,
         value: jax.Array,
     ) -> tuple[jax.Array, Any]:
-        kv_dtype = jnp.dtype(pool.resolved.layers[0].dtype.name)  # the layers are equal
+        kv_dtype = jnp.dtype(pool.plan.cells[0].dtype)  # the layers are equal
         output, pool = self._engine.forward_paged(
             pool,
             layer,
@@ -160,7 +161,7 @@ class JaxLoop:
                 num_heads=self._config.num_heads,
                 spans=step.spans,
                 bucket=step.bucket,
-            ),
+            ).portable(),
             token_ids=jnp.asarray(tokens.token_ids),
             is_image=jnp.asarray(tokens.is_image),
             position_ids=jnp.asarray(tokens.position_ids),
