@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= out
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format train score soak conformance conformance-record bench clean
+.PHONY: help demo test check format train score soak conformance conformance-record vllm-peers bench figures clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,7 +44,8 @@ train: $(VENV)/.stamp-run ## train the digits model again (seeded; under half an
 	$(BIN)/python -m diffusion_runner.digits.train
 
 score: $(VENV)/.stamp-run ## let an independent classifier read 500 generated digits
-	$(BIN)/pagestride score
+	$(BIN)/pagestride score --backend torch_cuda --json bench/results/score-torch_cuda.json
+	$(BIN)/pagestride score --backend jax_gpu --json bench/results/score-jax_gpu.json
 
 soak: $(VENV)/.stamp-dev ## a million operations on the block manager, watched by a model
 	$(BIN)/python -m bench.soak
@@ -55,11 +56,17 @@ conformance: $(VENV)/.stamp-dev ## compare with the real vLLM 0.29.0 and 0.32.0 
 conformance-record: $(VENV)/.stamp-dev ## the same over 20,000 cases, recorded in bench/results
 	$(BIN)/python tools/conformance.py run --cases 20000 --seed 1 --record
 
+vllm-peers: $(VENV)/.stamp-dev ## time the core and the manager beside vLLM 0.29.0, recorded in bench/results
+	$(BIN)/python tools/conformance.py bench 0.29.0 --record
+
 bench: $(VENV)/.stamp-dev ## time the core, the manager and both engines; ratios, not seconds
 	$(BIN)/python -m bench.core_bench
 	$(BIN)/python -m bench.manager_bench
-	$(BIN)/python -m bench.cpu_attention
-	$(BIN)/python -m bench.jax_attention
+	$(BIN)/python -m bench.cpu_attention --json bench/results/cpu_attention.json
+	$(BIN)/python -m bench.jax_attention --json bench/results/jax_attention.json
+
+figures: ## write the README's figures from bench/results
+	python3 tools/readme_figures.py
 
 clean: ## remove the environment and the pictures
 	rm -rf $(VENV) $(OUT) build dist

@@ -19,6 +19,7 @@ from layout_core import (
     RunConfig,
     adopt_kv_cache_layout,
     assert_backend_layout_supported,
+    block_stride_demand,
     build_kv_cache_tensor,
     build_native_kv_cache_configs,
     get_connector_required_kv_cache_layout,
@@ -434,3 +435,18 @@ def test_a_foreign_config_is_adopted_and_resolved() -> None:
         changed = SimpleNamespace(**(vars(foreign) | change))
         with pytest.raises(UnsupportedError, match=wording):
             adopt_kv_cache_layout(double(), changed)
+
+
+def test_the_demand_of_several_workers() -> None:
+    silent = SimpleNamespace(indexes_kv_by_block_stride=None)
+    assert block_stride_demand([]) is None
+    assert block_stride_demand([None, silent, backend(None), object()]) is None
+    assert block_stride_demand([silent, backend(True), backend(True)]) is True
+    assert block_stride_demand([backend(False), silent]) is False
+    yes = SimpleNamespace(indexes_kv_by_block_stride=lambda: True, get_name=lambda: "YES")
+    no = SimpleNamespace(indexes_kv_by_block_stride=False, get_name=lambda: "NO")
+    with pytest.raises(
+        LayoutConflictError,
+        match=r"YES demands a layout with B outermost, NO a layout without B outermost",
+    ):
+        block_stride_demand([no, silent, yes])
