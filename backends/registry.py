@@ -8,12 +8,12 @@ value the module (``my_engine = "my_package.engine"``). Nothing falls back to an
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from layout_core.errors import MissingPackageError, UnknownBackendError
+from layout_core.errors import UnknownBackendError
+from layout_core.packages import check_installed
 
 if TYPE_CHECKING:
     from layout_core.protocols import Engine
@@ -72,13 +72,7 @@ def load(name: str, *, device: str | None = None) -> Engine[Any, Any, Any]:
 def _module_of(name: str) -> str:
     ours = BUILT_IN.get(name)
     if ours is not None:
-        missing = [package for package in ours.requires if not _is_installed(package)]
-        if missing:
-            raise MissingPackageError(
-                f"backend {name!r} needs {', '.join(missing)}, which "
-                f"{'is' if len(missing) == 1 else 'are'} not installed; "
-                f"pip install 'pagestride[{ours.extra}]'"
-            )
+        check_installed(f"backend {name!r}", ours.requires, ours.extra)
         return ours.module
     entries = [e for e in metadata.entry_points(group=ENTRY_POINT_GROUP) if e.name == name]
     if not entries:
@@ -89,7 +83,3 @@ def _module_of(name: str) -> str:
             f"{', '.join(sorted(entry.value for entry in entries))}"
         )
     return entries[0].module
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from diffusion_runner.errors import RunError
 from diffusion_runner.model.config import DigitsConfig
 from layout_core import (
+    AttentionBackend,
     CacheConfig,
     DType,
     FullAttentionSpec,
@@ -20,6 +21,8 @@ from layout_core import (
     ResolvedLayout,
     RunConfig,
     adopt_kv_cache_layout,
+    assert_backend_layout_supported,
+    block_stride_demand,
     build_native_kv_cache_configs,
     resolve_diffusion_kv_cache_layout,
     resolve_layout,
@@ -43,7 +46,8 @@ def blocks_of(seq_len: int, block_size: int) -> int:
 def plan_cache(
     config: DigitsConfig,
     *,
-    layout: KVCacheLayout,
+    attention_backend: type[AttentionBackend],
+    layout: KVCacheLayout | None,
     block_size: int,
     kv_dtype: DType,
     max_seq_len: int,
@@ -53,13 +57,16 @@ def plan_cache(
     """Size a pool of ``num_blocks`` blocks and lay it out.
 
     Args:
-        layout: pinned before sizing; engines that follow any stride accept it.
+        attention_backend: of the workers' engine. What it says of block strides goes to the
+            control plane, and the worker holds it against the layout that it adopts.
+        layout: pinned before sizing; ``None`` leaves it to the backend.
         max_seq_len: tokens of the longest row.
         num_blocks: of the pool, the null block included.
         largest_request_blocks: what the largest request needs with all of its rows.
 
     Raises:
         RunError: the pool cannot hold one request.
+        LayoutConflictError: the backend and the pinned layout contradict each other.
     """
     if num_blocks - 1 < largest_request_blocks:
         raise RunError(
@@ -76,16 +83,18 @@ def plan_cache(
     specs = {f"layers.{layer}.attention": spec for layer in range(config.num_layers)}
     memory = num_blocks * config.num_layers * spec.page_size_bytes
 
+    demand = block_stride_demand([attention_backend])
     control = _run_config(max_seq_len, block_size)
     resolve_diffusion_kv_cache_layout(
-        control, indexes_kv_by_block_stride=None, required_layout=layout
+        control, indexes_kv_by_block_stride=demand, required_layout=layout
     )
     worker_configs, scheduler_config = build_native_kv_cache_configs(
-        control, [specs], [memory], indexes_kv_by_block_stride=None
+        control, [specs], [memory], indexes_kv_by_block_stride=demand
     )
 
     worker = _run_config(max_seq_len, block_size)
     adopt_kv_cache_layout(worker, worker_configs[0])
+    assert_backend_layout_supported(worker, attention_backend)
     return CachePlan(scheduler_config, resolve_layout(worker_configs[0]), max_seq_len)
 
 

@@ -61,11 +61,12 @@ DeviceOption = Annotated[
     typer.Option(help="cpu or cuda. Without it the engine chooses; a GPU asked for must be there."),
 ]
 LayoutOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--layout",
         help="The physical layout to pin, see `pagestride layouts`. NHD and HND are aliases of "
-        "LBNHC and LBHNC.",
+        "LBNHC and LBHNC. Without it the backend's own: LBNHC for both engines.",
+        show_default=False,
     ),
 ]
 PromptOption = Annotated[
@@ -97,7 +98,7 @@ def run(
     out: Annotated[Path, typer.Option(help="The PNG to write.", dir_okay=False)],
     backend: BackendOption = None,
     device: DeviceOption = None,
-    layout: LayoutOption = defaults.DEFAULT_LAYOUT.name,
+    layout: LayoutOption = None,
     prompt: PromptOption = None,
     count: Annotated[int, typer.Option(help="Pictures of each prompt.")] = 4,
     steps: StepsOption = DEFAULT_STEPS,
@@ -203,7 +204,7 @@ def compare(
 def score(
     backend: BackendOption = None,
     device: DeviceOption = None,
-    layout: LayoutOption = defaults.DEFAULT_LAYOUT.name,
+    layout: LayoutOption = None,
     count: Annotated[int, typer.Option(help="Digits to draw, shared over the ten prompts.")] = 500,
     steps: StepsOption = DEFAULT_STEPS,
     guidance: GuidanceOption = DEFAULT_GUIDANCE,
@@ -275,7 +276,7 @@ def _settings(**values: Any) -> RunSettings:
 
     prompts = values.pop("prompts")
     values["prompts"] = tuple(prompts) if prompts else tuple(digit_prompt(d) for d in range(10))
-    if "layout" in values:
+    if values.get("layout") is not None:
         values["layout"] = KVCacheLayout.parse(values["layout"])
     if "kv_dtype" in values:
         values["kv_dtype"] = DType.parse(values["kv_dtype"])

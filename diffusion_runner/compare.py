@@ -69,10 +69,7 @@ def save_comparison(comparison: Comparison, path: Path) -> None:
     save_grid(
         path,
         [run.result.images for run in comparison.runs],
-        [
-            f"{run.result.settings.backend}  {run.result.settings.layout.name}"
-            for run in comparison.runs
-        ],
+        [f"{run.result.settings.backend}  {run.result.layout.name}" for run in comparison.runs],
         title=f"the same noise through both engines and all six layouts "
         f"(largest difference {max(run.max_abs_diff for run in comparison.runs):.1e})",
     )

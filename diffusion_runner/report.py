@@ -22,7 +22,7 @@ def run_record(result: RunResult) -> dict[str, Any]:
     settings = result.settings
     return {
         "backend": settings.backend,
-        "layout": settings.layout.name,
+        "layout": result.layout.name,
         "device": result.device,
         "kernel": result.kernel,
         "seconds": result.seconds,
@@ -52,7 +52,7 @@ def print_run(result: RunResult, out: Path, *, console: Console) -> None:
     table.add_row("engine", f"{settings.backend} on {result.device}, kernel {result.kernel}")
     table.add_row(
         "pool",
-        f"{settings.layout.name}, {result.num_blocks} blocks of {settings.block_size} tokens, "
+        f"{result.layout.name}, {result.num_blocks} blocks of {settings.block_size} tokens, "
         f"{result.pool_bytes:,} bytes, {settings.kv_dtype}",
     )
     table.add_row(
@@ -99,7 +99,7 @@ def print_comparison(comparison: Comparison, out: Path | None, *, console: Conso
         result = run.result
         table.add_row(
             result.settings.backend,
-            result.settings.layout.name,
+            result.layout.name,
             result.device,
             result.kernel,
             f"{result.seconds:.2f}",

@@ -31,7 +31,7 @@ from diffusion_runner.model.weights import load_weights
 from diffusion_runner.pictures import save_grid
 from diffusion_runner.settings import RunSettings
 from diffusion_runner.steps import CfgRow, first_step, full_step, later_step, rows_of
-from layout_core import Visibility
+from layout_core import KVCacheLayout, Visibility, check_backend_available
 
 # the prompt is causal, and the image is a full span on top of it
 VISIBILITY = Visibility(causal=True)
@@ -47,6 +47,7 @@ class RunResult:
     """
 
     settings: RunSettings
+    layout: KVCacheLayout  #: as resolved
     images: NDArray[np.float32]
     device: str
     kernel: str
@@ -80,7 +81,11 @@ class Runner:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._attention = engine.attention_backend()
         self._config, weights = load_weights()
+        check_backend_available(  # before the model is built
+            self._attention, engine.device.partition(":")[0], [self._config.head_size]
+        )
         self._loop = make_loop(engine, self._config, weights)
 
     def generate(self, settings: RunSettings, *, progress: Progress | None = None) -> RunResult:
@@ -153,6 +158,7 @@ class Runner:
             start = stop
         return RunResult(
             settings=settings,
+            layout=plan.resolved.layout,
             images=to_pixels(np.concatenate(images)),
             device=self._engine.device,
             kernel=kernel,
@@ -180,6 +186,7 @@ class Runner:
         largest_wave = max(sum(needs[i : i + size]) for i in range(0, len(needs), size))
         return plan_cache(
             self._config,
+            attention_backend=self._attention,
             layout=settings.layout,
             block_size=settings.block_size,
             kv_dtype=settings.kv_dtype,
@@ -244,5 +251,5 @@ def save_pictures(result: RunResult, path: Path) -> None:
         path,
         by_prompt,
         [repr(prompt) if prompt else "(empty prompt)" for prompt in settings.prompts],
-        title=f"{settings.backend}, {settings.layout.name}, kernel {result.kernel}",
+        title=f"{settings.backend}, {result.layout.name}, kernel {result.kernel}",
     )

@@ -12,7 +12,6 @@ from layout_core import DTYPES, DType, KVCacheLayout
 DEFAULT_SEED = 0
 DEFAULT_BLOCK_SIZE = 8
 DEFAULT_BATCH_SIZE = 10
-DEFAULT_LAYOUT = KVCacheLayout.LBNHC
 KV_DTYPES = ("float32", "float16", "bfloat16")
 DEFAULT_KV_DTYPE = DTYPES["float32"]
 
@@ -33,7 +32,8 @@ class RunSettings:
         count: pictures of each prompt; >= 1.
         backend: the engine's flag, see ``backends.load``.
         device: ``"cpu"``, ``"cuda"`` or ``None`` for the engine's own choice.
-        layout: the physical layout that the run pins.
+        layout: the physical layout that the run pins; ``None`` leaves it to the backend: LBNHC,
+            or BLNHC where the backend indexes K/V by the block stride.
         steps: Euler steps; >= 1.
         guidance: classifier-free guidance scale; finite and >= 0. At most 1 needs one row for a
             request, more needs two.
@@ -51,7 +51,7 @@ class RunSettings:
     count: int = 1
     backend: str = "torch_cuda"
     device: str | None = None
-    layout: KVCacheLayout = DEFAULT_LAYOUT
+    layout: KVCacheLayout | None = None
     steps: int = DEFAULT_STEPS
     guidance: float = DEFAULT_GUIDANCE
     seed: int = DEFAULT_SEED

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from layout_core.attention import QueryRange as QueryRange
     from layout_core.attention import VideoTokenLayout as VideoTokenLayout
     from layout_core.attention import VideoTokenSpan as VideoTokenSpan
+    from layout_core.attention import check_backend_available as check_backend_available
+    from layout_core.attention import check_backend_serves as check_backend_serves
     from layout_core.block_sizes import resolve_block_size as resolve_block_size
     from layout_core.configs import CacheConfig as CacheConfig
     from layout_core.configs import ModelConfig as ModelConfig
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from layout_core.diffusion import (
         assert_backend_layout_supported as assert_backend_layout_supported,
     )
+    from layout_core.diffusion import block_stride_demand as block_stride_demand
     from layout_core.diffusion import build_kv_cache_tensor as build_kv_cache_tensor
     from layout_core.diffusion import build_native_kv_cache_configs as build_native_kv_cache_configs
     from layout_core.diffusion import (
@@ -88,6 +91,8 @@ if TYPE_CHECKING:
     from layout_core.foreign import as_spec as as_spec
     from layout_core.grouping import get_kv_cache_groups as get_kv_cache_groups
     from layout_core.grouping import unify_kv_cache_spec_page_size as unify_kv_cache_spec_page_size
+    from layout_core.heads import HeadPlan as HeadPlan
+    from layout_core.heads import pad_heads as pad_heads
     from layout_core.layouts import LAYOUT_ALIASES as LAYOUT_ALIASES
     from layout_core.layouts import KVCacheLayout as KVCacheLayout
     from layout_core.legality import LEGAL_COMBINATIONS as LEGAL_COMBINATIONS
@@ -173,14 +178,15 @@ _NAMES: Final = {
     "attention": (
         "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder "
         "PackedPaddingMetadata PagedAttentionContext PoolCell QueryRange VideoTokenLayout "
-        "VideoTokenSpan"
+        "VideoTokenSpan check_backend_available check_backend_serves"
     ),
     "block_sizes": "resolve_block_size",
     "configs": "CacheConfig ModelConfig ParallelConfig RunConfig SchedulerConfig",
     "control_plane": "WorkerReply collect_replies serve_adoption",
     "diffusion": (
         "BLOCK_STRIDE_DIFFUSION_KV_CACHE_LAYOUT DEFAULT_DIFFUSION_KV_CACHE_LAYOUT "
-        "adopt_kv_cache_layout assert_backend_layout_supported build_kv_cache_tensor "
+        "adopt_kv_cache_layout assert_backend_layout_supported block_stride_demand "
+        "build_kv_cache_tensor "
         "build_native_kv_cache_configs get_connector_required_kv_cache_layout "
         "resolve_diffusion_kv_cache_layout"
     ),
@@ -197,6 +203,7 @@ _NAMES: Final = {
     ),
     "foreign": "as_config as_spec",
     "grouping": "get_kv_cache_groups unify_kv_cache_spec_page_size",
+    "heads": "HeadPlan pad_heads",
     "layouts": "KVCacheLayout LAYOUT_ALIASES",
     "legality": "LEGAL_COMBINATIONS Legality",
     "placement": "plan_tensors pool_bytes_per_block",

@@ -11,7 +11,7 @@ keys; queries stand bottom-right, at positions ``Sk - Sq + i``, unless ``query_r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Literal, TypeVar
 
@@ -131,19 +131,21 @@ class AttentionMetadata(Generic[ArrayT]):
 
     Args:
         attn_mask: boolean (or integer: not 0) for what is visible, floating point to be added
-            to the scores. ``[B, Sk]`` for keys, ``[Sq, Sk]``, ``[B, Sq, Sk]``, or anything that
-            broadcasts to ``[B, H, Sq, Sk]``.
-        joint_attn_mask: ``[B, Sj]``, of the joint tokens, as ``attn_mask`` is of the others.
+            to the scores. ``[B, Sk]`` for keys (also where ``B == Sq``), ``[Sq, Sk]``,
+            ``[B, Sq, Sk]``, or anything that broadcasts to ``[B, H, Sq, Sk]``.
+        joint_attn_mask: ``[B, Sj]``, of the joint tokens, as ``attn_mask`` is of the others. One
+            may be boolean where the other is added.
         joint_query, joint_key, joint_value: ``[B, Sj, H, D]``, put before or after the others.
         joint_strategy: ``front`` or ``rear``.
         extra: parameters of single backends; unknown keys are ignored. Well known:
             ``cu_seqlens_q``, ``cu_seqlens_k`` (starts of packed documents, and their end),
             ``max_seqlen_q``, ``max_seqlen_k``; ``valid_kv_length`` (int: only that many keys are
-            real); ``kv_cache_dtype``.
+            real); ``kv_cache_dtype`` (the name of a type to quantise dense K/V to, or ``None``).
         full_attn_spans: for each sample its full spans ``[start, end)`` in global positions;
             outside them attention is causal. ``None``: the layer's own rule.
         query_ranges: global positions of a shard's queries; ``None``: bottom-right.
-        video_layout: advisory; see :class:`VideoTokenLayout`.
+        video_layout: advisory; see :class:`VideoTokenLayout`. It counts the rows of a sequence
+            without joint tokens, so a call that has some does not use it.
         packed_padding: advisory; see :class:`PackedPaddingMetadata`.
     """
 
@@ -275,11 +277,11 @@ class AttentionBackend(ABC):
         return not sizes or head_size in sizes
 
     @classmethod
-    def indexes_kv_by_block_stride(cls) -> bool:
+    def indexes_kv_by_block_stride(cls) -> bool | None:
         """Whether pages are found by the block stride, which demands a block-outermost layout.
 
-        ``False`` forbids one. A backend that follows any stride sets the attribute to ``None``
-        and says nothing.
+        ``False`` forbids one. A backend that follows any stride returns ``None``: it demands and
+        forbids nothing. See :func:`layout_core.diffusion.block_stride_demand`.
         """
         return False
 
@@ -306,6 +308,38 @@ class AttentionBackend(ABC):
             MissingPackageError: says what to install.
         """
         return  # a hook: most backends need nothing more than what imported them
+
+
+def check_backend_available(
+    backend: type[AttentionBackend], platform: str, head_sizes: Iterable[int] = ()
+) -> None:
+    """Raise where a backend cannot run a model here; call it before the model is built.
+
+    Args:
+        backend: the class that was selected.
+        platform: where the model will run, as a framework or :data:`PLATFORM_METHODS` spells it.
+        head_sizes: of the model's layers.
+
+    Raises:
+        MissingPackageError: what the backend needs is not installed; says what to install.
+        PlatformError: a platform that is not in ``supported_platforms``.
+        UnsupportedError: a head size that ``supports_head_size`` denies.
+    """
+    name = backend.get_name()
+    backend.validate_available()
+    platform = PLATFORM_ALIASES.get(platform, platform)
+    served = backend.supported_platforms
+    if served is not None and platform not in served:
+        raise PlatformError(
+            f"backend {name}: platform {platform!r} is not in supported_platforms, which is "
+            f"{', '.join(served)}"
+        )
+    for size in head_sizes:
+        if not backend.supports_head_size(size):
+            sizes = ", ".join(str(s) for s in backend.get_supported_head_sizes())
+            raise UnsupportedError(
+                f"backend {name}: supports_head_size({size}) is False; it serves {sizes}"
+            )
 
 
 def check_backend_serves(
@@ -337,6 +371,19 @@ def check_backend_serves(
     if metadata.full_attn_spans is not None and not backend.supports_piecewise_spans:
         raise UnsupportedError(
             f"backend {name}: full_attn_spans needs supports_piecewise_spans, which is False"
+        )
+    extra = metadata.extra
+    if extra.get("valid_kv_length") is not None and not backend.supports_prefix_kv_slicing:
+        raise UnsupportedError(
+            f"backend {name}: extra['valid_kv_length'] needs supports_prefix_kv_slicing, which is "
+            "False"
+        )
+    bounds = extra.get("cu_seqlens_q")
+    # two documents may be [real, pad], which a mask or packed_padding serves too
+    if bounds is not None and len(bounds) > 3 and not backend.supports_multi_doc_packed_varlen():
+        raise UnsupportedError(
+            f"backend {name}: {len(bounds) - 1} documents in extra['cu_seqlens_q'] need "
+            "supports_multi_doc_packed_varlen(), which is False"
         )
 
 
@@ -403,11 +450,18 @@ class AttentionImpl(ABC, Generic[ArrayT]):
 
         Raises:
             PlatformError: no implementation for the platform.
+            UnsupportedError: ``extra["kv_cache_dtype"]`` that ``supports_kv_cache_dtype`` denies.
         """
         platform = self.platform(query)
         method = PLATFORM_METHODS.get(platform)
         if method is None:
             raise self._no_platform(platform)
+        dtype = None if attn_metadata is None else attn_metadata.extra.get("kv_cache_dtype")
+        if not self.supports_kv_cache_dtype(dtype, platform):
+            raise UnsupportedError(
+                f"{type(self).__name__}: extra['kv_cache_dtype'] needs "
+                f"supports_kv_cache_dtype({dtype!r}, {platform!r}), which is False"
+            )
         call: Callable[..., ArrayT] = getattr(self, method)
         return call(query, key, value, attn_metadata)
 

@@ -28,6 +28,13 @@ class DenseRow:
     lo: array[int]  #: "i": first visible key of each query
     hi: array[int]  #: "i": end of its visible keys; ``lo == hi`` where it sees none
 
+    def key_range(self) -> tuple[int, int]:
+        """The half-open union of the intervals; ``(0, 0)`` where no query sees a key."""
+        seen = [(lo, hi) for lo, hi in zip(self.lo, self.hi, strict=True) if lo < hi]
+        if not seen:
+            return 0, 0
+        return min(lo for lo, _ in seen), max(hi for _, hi in seen)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DensePlan:
@@ -35,6 +42,14 @@ class DensePlan:
 
     flatten: bool  #: samples lie one after another: the call is one sample of ``B * S`` tokens
     rows: tuple[DenseRow, ...]
+
+
+def uses_video_layout(metadata: AttentionMetadata[Any]) -> bool:
+    """Whether the video layout says what is padding, and so replaces the mask.
+
+    It counts the rows of one sequence, which joint tokens would shift: with them it is ignored.
+    """
+    return metadata.video_layout is not None and metadata.joint_key is None
 
 
 def plan_dense(
@@ -201,7 +216,7 @@ def _used_lengths(
     if packed is not None:
         queries = min(queries, _length("packed_padding.q_length", packed.q_length, num_queries))
         keys = min(keys, _length("packed_padding.kv_length", packed.kv_length, num_keys))
-    if metadata.video_layout is not None:
+    if uses_video_layout(metadata) and metadata.video_layout is not None:
         used = _length("video_layout: used rows", metadata.video_layout.used_length(), num_keys)
         keys = min(keys, used)
         if num_queries == num_keys:  # a shard's queries are not the layout's rows

@@ -7,7 +7,7 @@ not care about.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from layout_core.configs import ConfigLike, read_config
@@ -64,6 +64,38 @@ def _choose_layout(
             f"backend, which demands {_demand(outermost)}"
         )
     return layout
+
+
+def block_stride_demand(backends: Iterable[object]) -> bool | None:
+    """What the workers' attention backends demand of the layout, all together.
+
+    Args:
+        backends: classes. One without ``indexes_kv_by_block_stride``, or with ``None`` for it or
+            from it, says nothing, and so does a ``None``.
+
+    Returns:
+        ``True``: B outermost; ``False``: not so; ``None``: nobody demands anything.
+
+    Raises:
+        LayoutConflictError: two backends demand opposite things; names both.
+    """
+    speakers: dict[bool, object] = {}
+    for backend in backends:
+        demand = getattr(backend, "indexes_kv_by_block_stride", None)
+        demand = demand() if callable(demand) else demand
+        if demand is not None:
+            speakers.setdefault(bool(demand), backend)
+    if len(speakers) > 1:
+        raise LayoutConflictError(
+            f"attention backends contradict each other: {_name(speakers[True])} demands "
+            f"{_demand(True)}, {_name(speakers[False])} {_demand(False)}"
+        )
+    return next(iter(speakers), None)
+
+
+def _name(backend: object) -> str:
+    get_name = getattr(backend, "get_name", None)
+    return str(get_name()) if callable(get_name) else getattr(backend, "__name__", repr(backend))
 
 
 def _demand(outermost: bool | None) -> str:
@@ -147,10 +179,10 @@ def assert_backend_layout_supported(vllm_config: ConfigLike, attn_backend: Any) 
     Raises:
         LayoutConflictError: the message contains "contradicts the attention backend".
     """
-    demand = getattr(attn_backend, "indexes_kv_by_block_stride", None)
+    demand = block_stride_demand([attn_backend])
     if demand is None or read_config(vllm_config, "cache_config.kv_cache_layout") is None:
         return
-    _choose_layout(vllm_config, demand() if callable(demand) else demand, None)
+    _choose_layout(vllm_config, demand, None)
 
 
 def get_connector_required_kv_cache_layout(

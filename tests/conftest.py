@@ -16,8 +16,10 @@ import pytest
 import backends
 from tests.cases import LAYOUTS
 from tests.engines.suite import DTYPES, ENGINE_KERNELS
+from tests.engines.suite_dense import FEATURES
 
 CASE = "executed case"
+DENSE_CASE = "executed dense case"
 PLANTED = "planted fault"
 
 CASE_FLOOR = 50
@@ -29,6 +31,7 @@ FAULT_FLOOR = 20
 _planted_caught = pytest.StashKey[list[str]]()
 _planted_missed = pytest.StashKey[list[str]]()
 _counts = pytest.StashKey[Counter[tuple[str, str, str, str]]]()
+_dense = pytest.StashKey[Counter[tuple[str, str, str]]]()
 _narrowed = pytest.StashKey[str]()
 _skipped = pytest.StashKey[list[str]]()
 _failed_floors = pytest.StashKey[list[str]]()
@@ -52,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_counts] = Counter()
+    config.stash[_dense] = Counter()
     config.stash[_planted_caught] = []
     config.stash[_planted_missed] = []
     config.stash[_narrowed] = ""
@@ -104,6 +108,16 @@ def count_case(request: pytest.FixtureRequest) -> Callable[[str, str, str, str],
 
 
 @pytest.fixture
+def count_dense(request: pytest.FixtureRequest) -> Callable[[str, str, str], None]:
+    """Report one dense call (engine, feature, dtype); call it after the comparison."""
+
+    def count(engine: str, feature: str, dtype: str) -> None:
+        request.node.user_properties.append((DENSE_CASE, (engine, feature, dtype)))
+
+    return count
+
+
+@pytest.fixture
 def plant(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Name the planted fault that a test is about; it counts as caught if the test passes."""
 
@@ -122,6 +136,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         for kind, value in item.user_properties:
             if kind == CASE and call.excinfo is None:
                 item.config.stash[_counts][value] += 1
+            if kind == DENSE_CASE and call.excinfo is None:
+                item.config.stash[_dense][value] += 1
             if kind == PLANTED:
                 key = _planted_caught if call.excinfo is None else _planted_missed
                 item.config.stash[key].append(value)
@@ -129,7 +145,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def below_floor(
-    counts: Mapping[tuple[str, str, str, str], int], caught: int, skipped: Sequence[str]
+    counts: Mapping[tuple[str, str, str, str], int],
+    dense: Mapping[tuple[str, str, str], int],
+    caught: int,
+    skipped: Sequence[str],
 ) -> list[str]:
     """What is missing for a full run: a line for each combination, the faults, each skip."""
     out = []
@@ -139,6 +158,11 @@ def below_floor(
                 n = counts.get((engine, kernel, layout, dtype), 0)
                 if n < CASE_FLOOR:
                     out.append(f"{engine} {kernel} {layout} {dtype}: {n} cases, floor {CASE_FLOOR}")
+    for engine, _ in ENGINE_KERNELS:
+        for dtype in DTYPES:
+            absent = [f for f in FEATURES if not dense.get((engine, f, dtype))]
+            if absent:
+                out.append(f"{engine} dense {dtype}: never executed: {', '.join(absent)}")
     if caught < FAULT_FLOOR:
         out.append(f"planted faults: {caught} caught, floor {FAULT_FLOOR}")
     out.extend(f"skipped: {nodeid}" for nodeid in skipped)
@@ -152,7 +176,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if mode == "always" or not stash[_narrowed]:
         stash[_failed_floors] = below_floor(
-            stash[_counts], len(stash[_planted_caught]), stash[_skipped]
+            stash[_counts], stash[_dense], len(stash[_planted_caught]), stash[_skipped]
         )
         if stash[_failed_floors] and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -170,6 +194,10 @@ def pytest_terminal_summary(
                 cells = "  ".join(f"{x} {counts[engine, kernel, x, dtype]:4d}" for x in LAYOUTS)
                 write(f"{engine:11s} {kernel:6s} {dtype:14s} {cells}")
         write(f"in all {sum(counts.values())}")
+    dense = config.stash[_dense]
+    for engine, dtype in sorted({(e, d) for e, _, d in dense}):
+        done = sum((e, d) == (engine, dtype) for e, _, d in dense)
+        write(f"{engine:11s} dense  {dtype:14s} {done} of {len(FEATURES)} features")
     caught, missed = config.stash[_planted_caught], config.stash[_planted_missed]
     if caught or missed:
         write(f"planted faults caught: {len(caught)} of {len(caught) + len(missed)}")

@@ -109,6 +109,7 @@ def dense_attention(
     *,
     scale: float | None = None,
     softcap: float = 0.0,
+    bias: Array | None = None,
 ) -> tuple[Float64, Float64]:
     """Attention of one row in float64.
 
@@ -119,6 +120,7 @@ def dense_attention(
         mask: ``[T, S]``, true where a query sees a key. Keys that nobody sees may hold NaN.
         scale: of the scores; ``None`` is ``D ** -0.5``.
         softcap: above 0, a score ``s`` becomes ``softcap * tanh(s / softcap)``.
+        bias: ``[T, S]``, added to the scores; finite where the mask shows a key.
 
     Returns:
         Output ``[T, Hq, Dv]`` and log-sum-exp of the visible scores ``[T, Hq]``. A query that
@@ -146,6 +148,8 @@ def dense_attention(
         scores = (q64[:, head] @ k64[:, kv_head].T) * factor
         if softcap > 0.0:
             scores = softcap * np.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias
         scores = np.where(mask, scores, -np.inf)
         top = np.where(some, scores.max(axis=1), 0.0)
         weights = np.where(mask, np.exp(scores - top[:, None]), 0.0)

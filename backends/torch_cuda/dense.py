@@ -23,8 +23,9 @@ from layout_core.attention import (
     PagedAttentionContext,
     check_joint,
 )
-from layout_core.dense import DensePlan, DenseRow, plan_dense
+from layout_core.dense import DensePlan, DenseRow, plan_dense, uses_video_layout
 from layout_core.errors import TensorError, UnsupportedError
+from layout_core.packages import check_installed
 
 QKV_LAYOUT = "BSND"
 
@@ -35,10 +36,7 @@ class TorchAttentionBackend(AttentionBackend):
     supports_piecewise_spans = True
     supports_paged_kv = True
     supports_prefix_kv_slicing = True
-    supported_platforms = ("cuda", "rocm", "cpu")
-
-    # strides are data here: any layout is followed, so nothing is demanded and nothing forbidden
-    indexes_kv_by_block_stride = None  # type: ignore[assignment]
+    supported_platforms = ("cuda", "cpu")
 
     @staticmethod
     def get_name() -> str:
@@ -61,6 +59,10 @@ class TorchAttentionBackend(AttentionBackend):
         return []
 
     @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool | None:
+        return None  # strides are data here: any layout is followed, none demanded or forbidden
+
+    @classmethod
     def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
         return True
 
@@ -71,6 +73,10 @@ class TorchAttentionBackend(AttentionBackend):
     @classmethod
     def supports_multi_doc_packed_varlen(cls) -> bool:
         return True
+
+    @classmethod
+    def validate_available(cls) -> None:
+        check_installed(f"attention backend {cls.get_name()}", ("torch",), "torch")
 
 
 class TorchAttentionImpl(AttentionImpl[torch.Tensor]):
@@ -203,7 +209,7 @@ def dense_attention(
         check_joint(metadata)
         sizes = (query.shape[1], key.shape[1])
         query, key, value = _join(query, key, value, metadata)
-        if metadata.video_layout is None:  # else the mask masks nothing but the padding
+        if not uses_video_layout(metadata):  # else the mask masks nothing but the padding
             mask = _joined_mask(metadata, sizes, query, key)
     _check_dense(query, key, value, heads, name)
     plan = plan_dense(
@@ -332,7 +338,10 @@ def _joined_key_mask(
     metadata: AttentionMetadata[torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """``[B, Sj + Sk]`` from the masks of the two parts; one that is missing masks nothing."""
+    """``[B, Sj + Sk]`` from the masks of the two parts; one that is missing masks nothing.
+
+    Float where one of them is.
+    """
     parts: list[torch.Tensor] = []
     for name, part, count in (
         ("joint_attn_mask", joint, joint_keys),
@@ -342,12 +351,16 @@ def _joined_key_mask(
             part = torch.ones(batch, count, dtype=torch.bool, device=device)
         if tuple(part.shape) != (batch, count):
             raise TensorError(f"{name}: expected [{batch}, {count}], got {list(part.shape)}")
-        if part.dtype.is_floating_point:
-            raise TensorError(
-                f"{name}: beside joint keys expected a boolean mask, got {part.dtype}"
-            )
-        parts.append(part != 0)
+        parts.append(part if part.dtype.is_floating_point else part != 0)
+    if any(part.dtype.is_floating_point for part in parts):  # to add: 0 or −inf for a boolean
+        parts = [_additive(part) for part in parts]
     return torch.cat(parts if metadata.joint_strategy == "front" else parts[::-1], dim=1)
+
+
+def _additive(mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(torch.float32)
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
 def _bounds(metadata: AttentionMetadata[torch.Tensor] | None, name: str) -> Sequence[int] | None:
@@ -405,14 +418,40 @@ def _masked(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention with a mask: a key counts where both the interval and the mask show it."""
-    batch, _, queries, _ = q.shape
-    keys = k.shape[2]
-    shown = torch.zeros(batch, 1, queries, keys, dtype=torch.bool, device=q.device)
+    """Attention with a mask: a key counts where both the interval and the mask show it.
+
+    A call for each row of the plan over the keys that the row sees, so that documents stay apart.
+    """
+    batch, heads, queries, _ = q.shape
+    out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=q.dtype, device=q.device)
     for row in plan.rows:
-        count = len(row.lo)
-        at = slice(row.start, row.start + count)
-        shown[_samples(row, batch), 0, at] = _intervals(row, 0, count, 0, keys, q)
+        first, last = row.key_range()
+        if first == last:
+            continue
+        at, seen = _samples(row, batch), slice(first, last)
+        own = slice(row.start, row.start + len(row.lo))
+        shown = _intervals(row, 0, len(row.lo), first, last, q)
+        part = _cut(mask, (at, slice(None), own, seen))
+        out[at, :, own] = _masked_row(
+            q[at, :, own], k[at, :, seen], v[at, :, seen], shown, part, scale
+        )
+    return out
+
+
+def _cut(mask: torch.Tensor, where: tuple[slice, ...]) -> torch.Tensor:
+    """A part of a mask that broadcasts: an axis of size 1 is kept whole."""
+    return mask[tuple(slice(None) if n == 1 else s for n, s in zip(mask.shape, where, strict=True))]
+
+
+def _masked_row(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shown: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of ``[B, Hq, Q, D]`` over ``K`` keys; ``shown`` is bool ``[Q, K]``."""
     if mask.dtype == torch.bool:
         visible, bias = shown & mask, None
     else:

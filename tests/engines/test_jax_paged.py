@@ -455,6 +455,39 @@ def test_equal_layers_and_layouts_share_one_compilation() -> None:
                 assert count == before
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_a_piecewise_batch_is_one_program_for_each_layer(
+    monkeypatch: pytest.MonkeyPatch, read: bool
+) -> None:
+    """Spans that differ from row to row cost no further call; ``xla`` is one program a layer."""
+    ran: list[str] = []
+
+    def counted(name: str) -> None:
+        program = getattr(paged_module, name)
+
+        def run(*arguments: Any) -> Any:
+            ran.append(name)
+            return program(*arguments)
+
+        monkeypatch.setattr(paged_module, name, run)
+
+    counted("_step_program")
+    counted("_attend_program")
+    resolved = plan()
+    rows = [row("a", 6, 10), row("b", 4, 7)]
+    tables = Tables({"a": [3, 7, 5], "b": [2, 4]})
+    batch = ENGINE.prepare(
+        resolved, rows, tables, visibility=Visibility(causal=True), num_heads=4,
+        spans=[[(4, 6), (8, 10)], None],
+    )  # fmt: skip
+    pool = ENGINE.allocate(resolved)
+    q, k, v = (jnp.ones((10, h, 32), jnp.float32) for h in (4, 2, 2))
+    for layer in range(2):
+        key, value = (None, None) if read else (k, v)
+        _, pool = ENGINE.forward_paged(pool, layer, q, key, value, batch)
+    assert ran == ["_attend_program" if read else "_step_program"] * 2
+
+
 def test_a_traced_layer_needs_equal_layers() -> None:
     resolved = plan_of(MIXED, "LBNHC", "float32")
     pool = ENGINE.allocate(resolved)

@@ -11,6 +11,7 @@ import pytest
 from tests.cases import LAYOUTS
 from tests.conftest import CASE_FLOOR, FAULT_FLOOR, below_floor
 from tests.engines.suite import DTYPES, ENGINE_KERNELS
+from tests.engines.suite_dense import FEATURES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,19 +22,29 @@ ENOUGH = {
     for dtype in DTYPES
 }
 
+EVERY = {
+    (engine, f, dtype): 1 for engine, _ in ENGINE_KERNELS for f in FEATURES for dtype in DTYPES
+}
+
 
 def test_enough_of_everything_passes() -> None:
-    assert below_floor(ENOUGH, FAULT_FLOOR, []) == []
+    assert below_floor(ENOUGH, EVERY, FAULT_FLOOR, []) == []
 
 
 @pytest.mark.parametrize("missing", sorted(ENOUGH))
 def test_one_combination_below_its_floor_is_named(missing: tuple[str, str, str, str]) -> None:
     line = f"{' '.join(missing)}: {CASE_FLOOR - 1} cases, floor {CASE_FLOOR}"
-    assert below_floor(ENOUGH | {missing: CASE_FLOOR - 1}, FAULT_FLOOR, []) == [line]
+    assert below_floor(ENOUGH | {missing: CASE_FLOOR - 1}, EVERY, FAULT_FLOOR, []) == [line]
+
+
+def test_a_dense_feature_that_never_ran_is_named() -> None:
+    some = {key: n for key, n in EVERY.items() if key != ("jax_gpu", "causal", "float16")}
+    line = "jax_gpu dense float16: never executed: causal"
+    assert below_floor(ENOUGH, some, FAULT_FLOOR, []) == [line]
 
 
 def test_too_few_faults_and_any_skip_are_named() -> None:
-    assert below_floor(ENOUGH, FAULT_FLOOR - 1, ["tests/engines/x.py::test_y"]) == [
+    assert below_floor(ENOUGH, EVERY, FAULT_FLOOR - 1, ["tests/engines/x.py::test_y"]) == [
         f"planted faults: {FAULT_FLOOR - 1} caught, floor {FAULT_FLOOR}",
         "skipped: tests/engines/x.py::test_y",
     ]

@@ -8,6 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layout_core.resolve import make_config, resolve_layout
+from layout_core.specs import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+from layout_core.tensors import KVCacheGroupSpec
 from tests.cases import (
     CAUSAL,
     FULL,
@@ -19,13 +28,22 @@ from tests.cases import (
     Group,
     PoolShape,
     Step,
+    assign_blocks,
     legal,
     plan_of,
     room_for,
     row,
     steps,
 )
-from tests.engines.suite import DTYPES, ENGINE_KERNELS, check_step
+from tests.engines.suite import (
+    DTYPES,
+    ENGINE_KERNELS,
+    check_step,
+    compare_outputs,
+    draw,
+    expected_outputs,
+    run_step,
+)
 
 LoadEngine = Callable[[str], Any]
 CountCase = Callable[[str, str, str, str], None]
@@ -169,7 +187,25 @@ def test_scale_and_softcap(
         count_case(engine, kernel, layout, dtype)
 
 
-LONG_POOL = PoolShape("long", (Group((PLAIN.groups[0].layers[0],), 16),), 300)
+@engines
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+def test_a_causal_row_under_any_scale(
+    load_engine: LoadEngine, count_case: CountCase, engine: str, kernel: str, scale: float
+) -> None:
+    """A row that is causal from its first token to its last, as no step above is for long."""
+    step = Step("causal", (row("a", 24, 24),), CAUSAL)
+    for dtype in DTYPES:
+        check_step(
+            load_engine(engine), PLAIN, "LBNHC", step, dtype=dtype, kernel=kernel, num_heads=4,
+            room=room_for(4), scale=scale,
+        )  # fmt: skip
+        count_case(engine, kernel, "LBNHC", dtype)
+
+
+CELLS = PLAIN.groups[0].layers[0]
+
+LONG_POOL = PoolShape("long", (Group((CELLS,) * 2, 16), Group((CELLS,) * 2, 16)), 620)
+"""Four layers in two groups, for rows of thousands of tokens in each."""
 
 LONG = Step(
     "thousands of tokens",
@@ -180,8 +216,39 @@ LONG = Step(
 
 
 @engines
-@pytest.mark.parametrize(("layout", "dtype"), [("LBHNC", "float32"), ("BLNHC", "bfloat16")])
+@layouts
 def test_thousands_of_tokens(
+    load_engine: LoadEngine, count_case: CountCase, engine: str, kernel: str, layout: str
+) -> None:
+    """In all layouts; each dtype in two of them."""
+    dtype = DTYPES[LAYOUTS.index(layout) % len(DTYPES)]
+    check_step(
+        load_engine(engine), LONG_POOL, layout, LONG, dtype=dtype, kernel=kernel, num_heads=2
+    )
+    count_case(engine, kernel, layout, dtype)
+
+
+KINDS: tuple[tuple[type[AttentionSpec], dict[str, int], Step], ...] = (
+    (
+        FullAttentionSpec,
+        {},
+        STEPS["spans that differ, one row without any, one with an empty list"],
+    ),
+    (SlidingWindowSpec, {"sliding_window": 6}, STEPS["causal window"]),
+    (
+        ChunkedLocalAttentionSpec,
+        {"attention_chunk_size": 5},
+        STEPS["chunks that are no multiple of a block"],
+    ),
+    (CrossAttentionSpec, {}, STEPS["contexts read by several rows, more queries than keys"]),
+)
+"""What an engine serves: a spec with its own fields, and a step of a layer of that kind."""
+
+
+@engines
+@layouts
+@dtypes
+def test_groups_of_unlike_kinds_in_one_pool(
     load_engine: LoadEngine,
     count_case: CountCase,
     engine: str,
@@ -189,9 +256,28 @@ def test_thousands_of_tokens(
     layout: str,
     dtype: str,
 ) -> None:
-    check_step(
-        load_engine(engine), LONG_POOL, layout, LONG, dtype=dtype, kernel=kernel, num_heads=2
-    )
+    """Full with spans, window, chunk and cross attention: a group each, eight layers."""
+    shape = PoolShape("kinds", (Group((CELLS,) * 2, 4),) * len(KINDS), 120)
+    groups = [
+        KVCacheGroupSpec(
+            [f"{kind.__name__}.{place}" for place in range(2)],
+            kind(block_size=4, num_kv_heads=2, head_size=32, dtype=dtype, **own),  # type: ignore[arg-type]
+        )
+        for kind, own, _ in KINDS
+    ]
+    plan = resolve_layout(make_config(groups, shape.num_blocks, layout))
+    assert [view.group for view in plan.layers] == [0, 0, 1, 1, 2, 2, 3, 3]
+    loaded = load_engine(engine)
+    for group, (_, _, step) in enumerate(KINDS):
+        dense = draw(shape, step, dtype, seed=group)
+        layers = plan.group_layers(group)
+        outcome = run_step(
+            loaded, shape, plan, step, dense,
+            assign_blocks(shape, step.rows, np.random.default_rng(group)),
+            dtype=dtype, kernel=kernel, num_heads=4, seed=group, room=room_for(4), layers=layers,
+        )  # fmt: skip
+        want = expected_outputs(shape, step, dense, 4, dtype, group)
+        compare_outputs(outcome, [want[i] for i in layers], dtype, f"{layout} {step.name}")
     count_case(engine, kernel, layout, dtype)
 
 
@@ -203,8 +289,6 @@ def test_auto_names_the_kernel_that_runs(load_engine: LoadEngine, engine: str, k
         loaded, PLAIN, "LBHNC", step, dtype="float32", kernel="auto", num_heads=2, seed=9,
         room=room_for(4),
     )  # fmt: skip
-    from tests.cases import assign_blocks
-
     batch = loaded.prepare(
         plan_of(PLAIN, "LBHNC", "float32"),
         step.rows,

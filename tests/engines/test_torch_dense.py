@@ -1,430 +1,65 @@
-"""The torch engine alone: dense calls of the attention contract against the oracle."""
+"""The torch engine alone: how its dense calls are cut. The numbers are in the shared suite."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from backends.torch_cuda import create_engine
-from layout_core.attention import (
-    AttentionImpl,
-    AttentionMetadata,
-    PackedPaddingMetadata,
-    PagedAttentionContext,
-    PoolCell,
-    QueryRange,
-    VideoTokenLayout,
-    VideoTokenSpan,
-    check_backend_serves,
-)
-from layout_core.errors import PlatformError, TensorError, UnsupportedError, VisibilityError
-from tests.oracle import dense_attention, visible
+from tests.engines.suite_dense import BOUNDS, DenseCase, documents, draw, expected, run_case
+from tests.engines.test_torch_kernels import Watch
+from tests.oracle import visible
 from tests.tolerances import assert_close
 
-BACKEND = create_engine("cpu").attention_backend()
-Mask = npt.NDArray[np.bool_]
-
-
-def arrays(
-    *shape: int, kv_heads: int = 2, keys: int | None = None, dtype: str = "float32", seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q ``[B, Sq, H, D]`` of ``shape``; K and V with other heads and lengths."""
-    rng = np.random.default_rng(seed)
-    batch, queries, _, size = shape
-    kv = (batch, queries if keys is None else keys, kv_heads, size)
-    return tuple(
-        torch.from_numpy(rng.standard_normal(s).astype(np.float32)).to(getattr(torch, dtype))
-        for s in (shape, kv, kv)
-    )  # type: ignore[return-value]
-
-
-def impl(q: torch.Tensor, k: torch.Tensor, *, causal: bool = False, scale: float = 0.2) -> Any:
-    return BACKEND.get_impl_cls()(
-        q.shape[2], q.shape[3], scale, causal=causal, num_kv_heads=k.shape[2], prefix="blocks.0"
-    )
-
-
-def check(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    masks: Sequence[Mask],
-    *,
-    scale: float = 0.2,
-    dtype: str = "float32",
-) -> None:
-    assert tuple(out.shape) == (*q.shape[:3], v.shape[3])
-    for sample, mask in enumerate(masks):
-        expected, _ = dense_attention(
-            q[sample].double().numpy(),
-            k[sample].double().numpy(),
-            v[sample].double().numpy(),
-            mask,
-            scale=scale,
-        )
-        got = out[sample].double().numpy()
-        assert_close(got, expected, "attention", dtype, f"sample {sample}")
+ENGINE = create_engine("cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("size", [32, 80, 128, 256])
-def test_full_and_causal(size: int, causal: bool, dtype: str) -> None:
-    """Queries stand bottom-right; 5 queries over 3 keys leave two that see nothing."""
-    for queries, keys in ((70, 70), (5, 40), (5, 3), (1, 1), (0, 4), (4, 0)):
-        q, k, v = arrays(2, queries, 4, size, keys=keys, dtype=dtype)
-        mask = visible(queries, keys, kv_start_pos=keys - queries, causal=causal)
-        check(impl(q, k, causal=causal).forward(q, k, v), q, k, v, [mask] * 2, dtype=dtype)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_grouped_heads_and_value_sizes(kv_heads: int) -> None:
-    q, k, v = arrays(1, 9, 8, 32, kv_heads=kv_heads)
-    v = torch.cat([v, v[..., :16]], dim=-1)
-    check(impl(q, k).forward(q, k, v), q, k, v, [np.ones((9, 9), bool)])
-
-
-def test_case_15_heads_map_to_their_group() -> None:
-    q, k, v = arrays(1, 3, 6, 32)
-    v = torch.arange(2.0)[None, None, :, None].expand(1, 3, 2, 32)
-    out = impl(q, k).forward(q, k, v)
-    assert out[0, 0, :, 0].tolist() == pytest.approx([0, 0, 0, 1, 1, 1])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", ["keys", "pairs", "samples", "heads", "integers"])
-def test_boolean_masks_and_nan_behind_them(shape: str, causal: bool) -> None:
-    rng = np.random.default_rng(3)
-    q, k, v = arrays(3, 11, 4, 32)
-    made = {
-        "keys": (3, 11),
-        "integers": (3, 11),
-        "pairs": (11, 11),
-        "samples": (3, 11, 11),
-        "heads": (3, 4, 11, 11),
-    }[shape]
-    mask = torch.from_numpy(rng.random(made) < 0.6)
-    if shape == "heads":  # the same in each head, as the oracle has none
-        mask = mask[:, :1].expand(made)
-    mask = mask.clone()
-    mask[..., -1] = False  # a key that nobody sees
-    k[:, -1] = v[:, -1] = torch.nan
-    given = mask.to(torch.int32) if shape == "integers" else mask
-    out = impl(q, k, causal=causal).forward(q, k, v, AttentionMetadata(attn_mask=given))
-    if mask.dim() == 2 and shape != "pairs":
-        mask = mask[:, None]
-    full = (mask[:, 0] if mask.dim() == 4 else mask).expand(3, 11, 11).numpy()
-    rule = visible(11, 11, causal=causal)
-    check(out, q, k, v, [m & rule for m in full])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_additive_mask_adds_and_minus_infinity_hides(dtype: str) -> None:
-    """A bias is the same as one more element of the heads, which the oracle can do."""
-    rng = np.random.default_rng(4)
-    q, k, v = arrays(1, 7, 4, 32, dtype=dtype)
-    bias = torch.from_numpy(rng.standard_normal((1, 1, 1, 7)).astype(np.float32))
-    bias[..., 2] = -torch.inf
-    out = impl(q, k).forward(q, k, v, AttentionMetadata(attn_mask=bias.expand(1, 4, 7, 7)))
-    wide_q = np.concatenate([q[0].double().numpy(), np.full((7, 4, 1), 5.0)], axis=-1)
-    finite = bias.masked_fill(torch.isinf(bias), 0)[0, 0, 0].double().numpy()
-    column = np.repeat(finite[:, None, None], 2, axis=1)
-    wide_k = np.concatenate([k[0].double().numpy(), column], axis=-1)
-    mask = np.ones((7, 7), bool)
-    mask[:, 2] = False
-    expected, _ = dense_attention(wide_q, wide_k, v[0].double().numpy(), mask, scale=0.2)
-    assert_close(out[0].double().numpy(), expected, "attention", dtype)
-    hidden = torch.full((7, 7), -torch.inf)
-    out = impl(q, k).forward(q, k, v, AttentionMetadata(attn_mask=hidden))
-    assert torch.equal(out, torch.zeros_like(out))
-
-
-@pytest.mark.parametrize("strategy", ["front", "rear"])
-@pytest.mark.parametrize("masks", ["none", "joint", "own", "both", "whole"])
-def test_joint_tokens(strategy: str, masks: str) -> None:
-    rng = np.random.default_rng(5)
-    q, k, v = arrays(2, 6, 4, 32)
-    jq, jk, jv = arrays(2, 4, 4, 32, seed=6)
-    own, joint = rng.random((2, 6)) < 0.7, rng.random((2, 4)) < 0.7
-    own[:, 0] = joint[:, 0] = True
-    order = slice(None) if strategy == "front" else slice(None, None, -1)
-    whole = np.concatenate([joint, own][order], axis=1)
-    metadata: AttentionMetadata[torch.Tensor] = AttentionMetadata(
-        joint_query=jq, joint_key=jk, joint_value=jv, joint_strategy=strategy
-    )
-    if masks in ("own", "both"):
-        metadata.attn_mask = torch.from_numpy(own)
-    if masks in ("joint", "both"):
-        metadata.joint_attn_mask = torch.from_numpy(joint)
-    if masks == "whole":
-        metadata.attn_mask = torch.from_numpy(whole)
-    seen_own = own if masks in ("own", "both", "whole") else np.ones_like(own)
-    seen_joint = joint if masks in ("joint", "both", "whole") else np.ones_like(joint)
-    seen = np.concatenate([seen_joint, seen_own][order], axis=1)
-    out = impl(q, k).forward(q, k, v, metadata)
-    full = [torch.cat([a, b][order], dim=1) for a, b in ((jq, q), (jk, k), (jv, v))]
-    check(out, *full, [np.broadcast_to(m, (10, 10)) for m in seen])
-
-
-def test_joint_keys_without_joint_queries() -> None:
-    q, k, v = arrays(1, 6, 4, 32)
-    _, jk, jv = arrays(1, 4, 4, 32, seed=6)
-    out = impl(q, k).forward(q, k, v, AttentionMetadata(joint_key=jk, joint_value=jv))
-    check(out, q, torch.cat([jk, k], 1), torch.cat([jv, v], 1), [np.ones((6, 10), bool)])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_packed_documents_do_not_leak(causal: bool, as_tensor: bool) -> None:
-    """Documents of unlike lengths, an empty one, and padding after the last."""
-    q, k, v = arrays(1, 40, 4, 32)
-    bounds = [0, 7, 7, 30, 33]
-    mask = np.zeros((40, 40), bool)
-    for a, b in pairwise(bounds):
-        mask[a:b, a:b] = visible(b - a, b - a, causal=causal)
-    given: Any = torch.tensor(bounds, dtype=torch.int32) if as_tensor else bounds
-    extra = {"cu_seqlens_q": given, "cu_seqlens_k": given, "max_seqlen_q": 23, "max_seqlen_k": 23}
-    k[:, 33:] = v[:, 33:] = torch.nan
-    out = impl(q, k, causal=causal).forward(q, k, v, AttentionMetadata(extra=extra))
-    check(out, q, k, v, [mask])
-    k[:, 7:30] += 1.0  # another document changes, and nobody else's bits do
-    again = impl(q, k, causal=causal).forward(q, k, v, AttentionMetadata(extra=extra))
-    assert torch.equal(out[:, :7], again[:, :7])
-    assert torch.equal(out[:, 30:], again[:, 30:])
-    assert not torch.equal(out[:, 7:30], again[:, 7:30])
-
-
-def test_packed_cross_attention_over_two_samples() -> None:
-    q, k, v = arrays(2, 5, 4, 32, keys=8)
-    extra = {"cu_seqlens_q": [0, 4, 10], "cu_seqlens_k": [0, 9, 16]}
-    out = impl(q, k).forward(q, k, v, AttentionMetadata(extra=extra))
-    mask = np.zeros((10, 16), bool)
-    mask[:4, :9] = mask[4:, 9:] = True
-    flat = [x.flatten(0, 1)[None] for x in (q, k, v)]
-    check(out.flatten(0, 1)[None], *flat, [mask])
-    assert out.shape == (2, 5, 4, 32)
-
-
-def test_real_and_padding_without_a_mask() -> None:
-    q, k, v = arrays(1, 20, 4, 32)
-    for x in (q, k, v):
-        x[:, 13:] = torch.nan
-    mask = np.zeros((20, 20), bool)
-    mask[:13, :13] = True
-    bounds = torch.tensor([0, 13], dtype=torch.int32)
-    packed = PackedPaddingMetadata(13, 13, bounds, bounds)
-    extra: dict[str, Any] = {
-        "cu_seqlens_q": [0, 13, 20],
-        "cu_seqlens_k": [0, 13, 20],
-        "valid_kv_length": 13,
-        "unknown": object(),
-        "kv_cache_dtype": None,
-    }
-    for metadata in (
-        AttentionMetadata(packed_padding=packed),
-        AttentionMetadata(packed_padding=packed, extra=extra),
-        AttentionMetadata(extra=extra),
-    ):
-        check(impl(q, k).forward(q, k, v, metadata), q, k, v, [mask])
-
-
-def test_valid_kv_length_keeps_all_queries() -> None:
-    q, k, v = arrays(2, 6, 4, 32, keys=10)
-    k[:, 7:] = v[:, 7:] = torch.nan
-    out = impl(q, k).forward(q, k, v, AttentionMetadata(extra={"valid_kv_length": 7}))
-    mask = np.zeros((6, 10), bool)
-    mask[:, :7] = True
-    check(out, q, k, v, [mask] * 2)
-
-
-def test_spans_that_differ_from_sample_to_sample() -> None:
-    """Case 19 among them: queries 4 to 11 of 16 keys see 6 6 7 8 16 16 16 16."""
-    q, k, v = arrays(3, 8, 4, 32, keys=16)
-    spans = [[(2, 6), (8, 16)], [], [(0, 11)]]
-    ranges = (QueryRange(0, 8, 4),)
-    out = impl(q, k).forward(q, k, v, AttentionMetadata(full_attn_spans=spans, query_ranges=ranges))
-    assert visible(8, 16, kv_start_pos=4, spans=spans[0]).sum(1).tolist() == [
-        6, 6, 7, 8, 16, 16, 16, 16,
-    ]  # fmt: skip
-    check(out, q, k, v, [visible(8, 16, kv_start_pos=4, spans=s) for s in spans])
+@pytest.mark.parametrize("queries", [15, 16, 70, 300])
+def test_lengths_around_the_cuts(queries: int, causal: bool, dtype: str) -> None:
+    for keys in (queries, queries + 33):
+        q, k, v = draw(dtype, queries=queries, keys=keys)
+        shown = visible(queries, keys, kv_start_pos=keys - queries, causal=causal)
+        case = DenseCase(q, k, v, shown, causal=causal)
+        assert_close(run_case(ENGINE, case), expected(case), "attention", dtype, f"{keys} keys")
 
 
 @pytest.mark.parametrize("spans", [[], [(10, 50)], [(0, 7), (9, 100), (130, 300)]])
 def test_spans_of_a_whole_sequence(spans: list[tuple[int, int]]) -> None:
-    q, k, v = arrays(2, 300, 2, 32)
-    out = impl(q, k).forward(q, k, v, AttentionMetadata(full_attn_spans=[spans, spans]))
-    check(out, q, k, v, [visible(300, 300, spans=spans)] * 2)
+    """Full, causal and masked calls in one sequence, of several tiles."""
+    q, k, v = draw("float32", queries=300)
+    shown = visible(300, 300, spans=spans)
+    case = DenseCase(q, k, v, shown, {"full_attn_spans": [spans, spans]})
+    assert_close(run_case(ENGINE, case), expected(case), "attention", "float32", str(spans))
 
 
-def test_shards_of_a_sequence_give_the_whole() -> None:
-    q, k, v = arrays(1, 24, 4, 32)
-    metadata: AttentionMetadata[torch.Tensor] = AttentionMetadata(full_attn_spans=[[(6, 20)]])
-    whole = impl(q, k).forward(q, k, v, metadata)
-    for start in (0, 10):
-        # a replicated front part of 3 and a shard of 7
-        local = torch.cat([q[:, :3], q[:, start + 3 : start + 10]], dim=1)
-        ranges = (QueryRange(0, 3, 0), QueryRange(3, 10, start + 3))
-        out = impl(q, k).forward(local, k, v, replace(metadata, query_ranges=ranges))
-        expected = torch.cat([whole[:, :3], whole[:, start + 3 : start + 10]], dim=1)
-        assert_close(out.numpy(), expected.numpy(), "attention", "float32")
+def calls_of(case: DenseCase) -> int:
+    with Watch() as watch:
+        run_case(ENGINE, case)
+    return sum(n for name, n in watch.seen.items() if "scaled_dot_product" in name)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        VideoTokenLayout(prefix_len=3, latent_grid=(2, 2, 3)),
-        VideoTokenLayout(
-            used_len=15,
-            video_spans=(
-                VideoTokenSpan(1, (1, 2, 2), "reference"),
-                VideoTokenSpan(7, (2, 2, 2), "target"),
-            ),
-        ),
-    ],
-)
-@pytest.mark.parametrize("with_mask", [False, True])
-def test_video_layout_drops_the_padding(layout: VideoTokenLayout, with_mask: bool) -> None:
-    q, k, v = arrays(1, 20, 4, 32)
-    for x in (q, k, v):
-        x[:, 15:] = torch.nan
-    mask = np.zeros((20, 20), bool)
-    mask[:15, :15] = True
-    padding = torch.arange(20)[None] < 15 if with_mask else None
-    metadata: AttentionMetadata[torch.Tensor] = AttentionMetadata(
-        attn_mask=padding, video_layout=layout
-    )
-    check(impl(q, k).forward(q, k, v, metadata), q, k, v, [mask])
+def test_calls_are_one_for_each_document_and_run_of_a_sequence() -> None:
+    assert calls_of(documents("float32")) == 3, f"documents of {np.diff(BOUNDS)} tokens"
+    q, k, v = draw("float32", queries=300)
+    one = DenseCase(q, k, v, np.ones((300, 300), bool))
+    assert calls_of(one) == 1
+    spans = {"full_attn_spans": [[(20, 120)]] * 2}
+    # a causal run before the span, the span, and masked tiles of 256 queries after it
+    assert calls_of(DenseCase(q, k, v, one.shown, spans)) == 3
 
 
-def test_contradictions_raise() -> None:
-    q, k, v = arrays(2, 8, 4, 32)
-    layer = impl(q, k)
-    video = VideoTokenLayout
-    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (TensorError, "joint_strategy: expected one of front, rear", {"joint_strategy": "side"}),
-        (TensorError, "joint_value: expected joint_key and joint_value", {"joint_key": k}),
-        (TensorError, "joint_attn_mask: expected a joint_key", {"joint_attn_mask": k}),
-        (TensorError, r"attn_mask: expected \[2, 8\], \[8, 8\]", {"attn_mask": torch.ones(2, 7)}),
-        (VisibilityError, "each of 2 samples, got 1", {"full_attn_spans": [[(0, 4)]]}),
-        (VisibilityError, "ends past seq_len 8", {"full_attn_spans": [[(0, 9)], []]}),
-        (VisibilityError, r"query_ranges\[1\]: expected local queries from 3",
-         {"query_ranges": (QueryRange(0, 3, 0), QueryRange(4, 8, 4))}),
-        (VisibilityError, "cover all 8 local queries, got 3",
-         {"query_ranges": (QueryRange(0, 3, 0),)}),
-        (VisibilityError, r"valid_kv_length'\]: expected an int in \[0, 8\], got 9",
-         {"extra": {"valid_kv_length": 9}}),
-        (TensorError, "cu_seqlens_q'.*from 0 to at most 16 tokens",
-         {"extra": {"cu_seqlens_q": [0, 17]}}),
-        (TensorError, "expected ascending bounds", {"extra": {"cu_seqlens_q": [0, 9, 8]}}),
-        (TensorError, "cu_seqlens_q'.*beside cu_seqlens_k", {"extra": {"cu_seqlens_k": [0, 9]}}),
-        (TensorError, "bounds of 1 documents, got 2",
-         {"extra": {"cu_seqlens_q": [0, 9], "cu_seqlens_k": [0, 4, 9]}}),
-        (VisibilityError, "cannot be combined with documents",
-         {"extra": {"cu_seqlens_q": [0, 9]}, "full_attn_spans": [[], []]}),
-        (VisibilityError, "expected used_len, or prefix_len", {"video_layout": video()}),
-        (VisibilityError, "end at row 9, past used_len 8",
-         {"video_layout": video(prefix_len=1, latent_grid=(2, 2, 2), used_len=8)}),
-        (VisibilityError, r"rows \[4, 9\) are outside the used rows \[0, 8\)",
-         {"video_layout": video(
-             used_len=8, video_spans=(VideoTokenSpan(4, (5, 1, 1), "target"),))}),
-    ]  # fmt: skip
-    for error, message, fields in cases:
-        with pytest.raises(error, match=message):
-            layer.forward(q, k, v, AttentionMetadata(**fields))
-    with pytest.raises(TensorError, match=r"value: layer 'blocks\.0' expects .*float32"):
-        layer.forward(q, k, v.half())
-    with pytest.raises(TensorError, match="expects 4 query heads, 2 KV heads of size 32"):
-        layer.forward(q[..., :16], k[..., :16], v)
-    with pytest.raises(UnsupportedError, match="qkv_layout"):
-        BACKEND.get_impl_cls()(4, 32, 0.2, qkv_layout="BNSD")
-    with pytest.raises(TensorError, match="metadata: unknown field 'mask'"):
-        BACKEND.get_builder_cls()().build(mask=None)
+def test_rocm_is_cuda_to_torch_and_its_own_platform_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ENGINE.attention_backend().get_impl_cls()(4, 32, 0.2)
 
+    class OnGpu:
+        device = torch.device("cuda")
 
-def test_platforms_dispatch_through_one_table() -> None:
-    class Impl(AttentionImpl[Any]):
-        def __init__(self) -> None:  # no arguments are needed to dispatch
-            self.kind = "cuda"
-
-        def platform(self, query: Any) -> str:
-            return self.kind
-
-        def forward_cuda(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> Any:
-            return "cuda"
-
-        def forward_cpu(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> Any:
-            return "cpu"
-
-    layer = Impl()
-    got = {}
-    for layer.kind in ("cuda", "rocm", "musa", "cpu"):
-        got[layer.kind] = layer.forward(1, 2, 3)
-    assert got == {"cuda": "cuda", "rocm": "cuda", "musa": "cuda", "cpu": "cpu"}
-    for layer.kind in ("npu", "xpu", "tpu"):
-        with pytest.raises(PlatformError, match=f"Impl: no implementation for .*{layer.kind}"):
-            layer.forward(1, 2, 3)
-        with pytest.raises(NotImplementedError, match="it has one for cuda, cpu"):
-            layer.forward(1, 2, 3)
-
-
-def test_flags_name_themselves_where_they_say_no() -> None:
-    class Plain(BACKEND):  # type: ignore[valid-type, misc]
-        supports_piecewise_spans = False
-        supports_paged_kv = False
-
-        @staticmethod
-        def get_name() -> str:
-            return "PLAIN"
-
-        @classmethod
-        def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
-            return False
-
-    spans: AttentionMetadata[Any] = AttentionMetadata(full_attn_spans=[[]])
-    mask: AttentionMetadata[Any] = AttentionMetadata(attn_mask=object())
-    for metadata, paged, flag in (
-        (spans, False, "full_attn_spans needs supports_piecewise_spans"),
-        (mask, False, r"attn_mask needs supports_attention_mask\(\)"),
-        (None, True, "a paged call needs supports_paged_kv"),
-    ):
-        with pytest.raises(UnsupportedError, match=f"backend PLAIN: {flag}"):
-            check_backend_serves(Plain, metadata, paged=paged)
-        check_backend_serves(BACKEND, metadata, paged=paged)
-
-
-def test_the_backend_says_what_it_is() -> None:
-    assert BACKEND.get_name() == "PAGESTRIDE_TORCH"
-    assert BACKEND.indexes_kv_by_block_stride is None
-    assert BACKEND.supports_head_size(72)
-    assert not BACKEND.get_impl_cls().supports_kv_cache_dtype("fp8", "cuda")
-    BACKEND.validate_available()
-
-
-def test_forward_paged_keeps_the_pool_in_its_cell() -> None:
-    from layout_core.visibility import Visibility
-    from tests.engines.test_torch_paged import ENGINE, Tables, plan, random, row
-
-    resolved = plan()
-    rng = np.random.default_rng(11)
-    q, k, v = random(rng, 9, 4, 32), random(rng, 9, 2, 32), random(rng, 9, 2, 32)
-    batch = ENGINE.prepare(
-        resolved,
-        [row(9, 9)],
-        Tables({("r", 0): [4, 2]}),
-        visibility=Visibility(causal=True),
-        num_heads=4,
-    )
-    cell = PoolCell(ENGINE.allocate(resolved))
-    layer = BACKEND.get_impl_cls()(4, 32, 0.2, num_kv_heads=2)
-    out = layer.forward_paged(PagedAttentionContext(cell, 1, q, k, v, batch))
-    check(out[None], q[None], k[None], v[None], [visible(9, 9, causal=True)])
-    reference, _ = ENGINE.forward_paged(cell.pool, 1, q, None, None, batch, softmax_scale=0.2)
-    assert torch.equal(out, reference)
+    query: Any = OnGpu()
+    assert layer.platform(query) == "cuda"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert layer.platform(query) == "rocm"

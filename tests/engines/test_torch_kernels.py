@@ -184,6 +184,31 @@ def test_a_full_row_is_one_call() -> None:
     assert sum(calls.values()) == 1, calls
 
 
+def test_a_piecewise_batch_is_a_call_for_each_run_of_its_rows() -> None:
+    """Not one for each layer, which only a kernel that takes intervals can do."""
+    resolved = plan()
+    tables = Tables({("r", 0): [7, 3, 12, 5], ("r", 1): [8, 10, 2, 9]})
+    rows = [row(32, 32), row(20, 32, 12, sequence_id=1)]
+    rng = np.random.default_rng(0)
+    query, key, value = (random(rng, 52, heads, 32) for heads in (4, 2, 2))
+    pool = poisoned(resolved)
+    ENGINE.write(pool, 0, random(rng, 12, 2, 32), random(rng, 12, 2, 32),
+                 slots_of(tables.blocks["r", 1], 12, 8))  # fmt: skip
+    batch = ENGINE.prepare(
+        resolved,
+        rows,
+        tables,
+        visibility=Visibility(causal=True),
+        num_heads=4,
+        spans=[[(16, 32)], [(12, 32)]],
+    )
+    with Watch() as watch:
+        ENGINE.forward_paged(pool, 0, query, key, value, batch)
+    # row 0: its causal prefix and its span; row 1: all of its queries lie in the span
+    assert [len(work.segments) for work in batch.work.rows] == [2, 1]
+    assert sum(n for name, n in watch.seen.items() if "scaled_dot_product" in name) == 3
+
+
 def test_short_rows_of_equal_shape_share_a_call_and_stay_apart() -> None:
     """Three shapes among eight rows, in mixed order: three calls, and no row sees another."""
     lengths = [20, 9, 20, 33, 9, 20, 33, 20]

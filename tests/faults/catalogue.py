@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from layout_core import resolve, serving, step, views
+from layout_core import dense, resolve, serving, step, views
+from layout_core.dense import DensePlan, DenseRow
 from layout_core.rows import PAD_SLOT, PagedAttentionRow
 from layout_core.step import StepPlan
 from layout_core.views import LayerView, ResolvedLayout
@@ -446,6 +447,68 @@ def _jax_reads_what_nobody_wrote(patch: pytest.MonkeyPatch) -> None:
 
 # --- the list ----------------------------------------------------------------------------------
 
+# --- dense calls -------------------------------------------------------------------------------
+
+
+def _engines_name(name: str, edit: Callable[[Any], Any]) -> Plant:
+    """A name of both engines' dense modules, as ``edit(original)`` makes it."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for engine in BOTH:
+            module = sys.modules.get(f"backends.{engine}.dense")
+            if module is not None:
+                patch.setattr(module, name, edit(getattr(module, name)))
+
+    return plant
+
+
+def _dense_rows(edit: Callable[[DenseRow], DenseRow]) -> Plant:
+    """Every row of a dense plan as ``edit`` makes it."""
+
+    def faulty(original: Any) -> Any:
+        def plan(*args: Any, **kwargs: Any) -> DensePlan:
+            made: DensePlan = original(*args, **kwargs)
+            return replace(made, rows=tuple(edit(row) for row in made.rows))
+
+        return plan
+
+    return _engines_name("plan_dense", faulty)
+
+
+def _documents_from_the_first_token(row: DenseRow) -> DenseRow:
+    return replace(row, lo=array("i", [0]) * len(row.lo))
+
+
+def _first_sample_alone_decides(row: DenseRow) -> DenseRow:
+    return replace(row, sample=None) if row.sample == 0 else replace(row, sample=0)
+
+
+def _one_key_less(row: DenseRow) -> DenseRow:
+    return replace(row, hi=array("i", [max(a, b - 1) for a, b in zip(row.lo, row.hi)]))
+
+
+def _padding_is_real(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(dense, "_used_lengths", lambda metadata, extra, queries, keys: (queries, keys))
+
+
+def _shards_stand_bottom_right(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        dense, "_placed_queries", lambda ranges, queries, keys: [(0, queries, keys - queries)]
+    )
+
+
+def _joint_at_the_other_end(original: Any) -> Any:
+    def join(query: Any, key: Any, value: Any, metadata: Any) -> Any:
+        other = "rear" if metadata.joint_strategy == "front" else "front"
+        return original(query, key, value, replace(metadata, joint_strategy=other))
+
+    return join
+
+
+def _no_mask(original: Any) -> Any:
+    return lambda *args: None
+
+
 FAULTS: tuple[Fault, ...] = (
     Fault("strides of H and N swapped", _views(_swap_head_and_token), checks.check_causal),
     Fault("strides of L and B swapped", _views(_swap_block_and_layer), checks.check_causal),
@@ -547,4 +610,27 @@ FAULTS: tuple[Fault, ...] = (
         (JAX,),
         True,
     ),
+    Fault(
+        "documents see those before them",
+        _dense_rows(_documents_from_the_first_token),
+        checks.check_dense_documents,
+    ),
+    Fault("a dense query sees one key less", _dense_rows(_one_key_less), checks.check_dense_shard),
+    Fault(
+        "spans of one sample for all",
+        _dense_rows(_first_sample_alone_decides),
+        checks.check_dense_spans,
+    ),
+    Fault("padding of a packed call is real", _padding_is_real, checks.check_dense_padding),
+    Fault(
+        "a shard's queries stand bottom-right",
+        _shards_stand_bottom_right,
+        checks.check_dense_shard,
+    ),
+    Fault(
+        "joint tokens at the other end",
+        _engines_name("_join", _joint_at_the_other_end),
+        checks.check_dense_joint,
+    ),
+    Fault("dense mask dropped", _engines_name("_joined_mask", _no_mask), checks.check_dense_mask),
 )

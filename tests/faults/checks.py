@@ -13,9 +13,10 @@ import numpy as np
 
 from tests.cases import CAUSAL, PADDED, PLAIN, STEP_NAMES, Step, plan_of, room_for, row, steps
 from tests.engines.suite import check_step
+from tests.engines.suite_dense import FEATURES, expected, run_case
 from tests.equivalence.memory import memory_of
 from tests.equivalence.test_bytes import write_everywhere
-from tests.tolerances import assert_same_bytes
+from tests.tolerances import assert_close, assert_same_bytes
 
 Check = Callable[[Any, str], None]
 """Takes an engine and the name of its kernel."""
@@ -77,6 +78,17 @@ def check_copy(engine: Any, kernel: str) -> None:
     assert_same_bytes(engine.pool_bytes(pool), memory.data.tobytes(), "copied blocks")
 
 
+def dense_check(*features: str) -> Check:
+    """Features of the dense suite, by name, in float32."""
+
+    def check(engine: Any, kernel: str) -> None:
+        for feature in features:
+            case = FEATURES[feature]("float32")
+            assert_close(run_case(engine, case), expected(case), "attention", "float32", feature)
+
+    return check
+
+
 check_causal = step_check("first step, lengths around a block")
 check_cfg = step_check("two CFG rows of unlike prefixes, the target one full span")
 check_full = step_check("target in the middle, trailing tokens from an earlier step")
@@ -90,3 +102,9 @@ check_mixed_reads = step_check(
 check_softcap = step_check(
     "two CFG rows of unlike prefixes, the target one full span", softcap=0.75
 )
+check_dense_documents = dense_check("documents")
+check_dense_padding = dense_check("padding by packed_padding", "valid keys", "one video")
+check_dense_shard = dense_check("ranges of a shard")
+check_dense_spans = dense_check("spans of each sample")
+check_dense_joint = dense_check("joint mask, rear")
+check_dense_mask = dense_check("mask of pairs")

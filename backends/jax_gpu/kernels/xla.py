@@ -1,5 +1,7 @@
 """Paged attention in plain XLA operations, on any device.
 
+A call is one compiled program, whatever its rows, spans and lengths: one for each layer.
+
 For each KV head and each row, the keys that the row's queries see are gathered from their
 pages into float32, then each chunk of queries attends to them. A table of more than
 :data:`WHOLE_TABLE` keys is walked in chunks, with an online softmax, and the bounds of the walk

@@ -290,6 +290,9 @@ def fused_attention(
     Returns:
         ``[B, Hq, Q, Dv]``.
     """
+    if mode is Mode.CAUSAL and scale <= 0:
+        # torch puts −inf over hidden scores before it scales them: 0 or below gives NaN or +inf
+        query, scale = (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
     return scaled_dot_product_attention(
         query,
         key,
