@@ -13,9 +13,9 @@ of nanoseconds. Not thread-safe by itself:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import repeat
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain, repeat
 
 from layout_core.errors import BlockPoolError
 
@@ -50,7 +50,10 @@ class BlockPool:
         self._first = 1 if null_block else 0
         self._fresh = self._first  # this id and all above were never handed out
         self._stack: list[int] = []  # free and without content; the last one goes first
-        self._held: set[int] = set()
+        self._held: set[int] = set()  # but for the blocks of `_whole`
+        # What `allocate` handed out and nobody named since, by first block. Most come back as
+        # they went, in one comparison; else `settle` makes their blocks count one by one.
+        self._whole: dict[int, list[int]] = {}
         self._more: dict[int, int] = {}  # holds beyond the first, where there are any
         # Published blocks. A key may have several; then the first one published is found.
         self._keys: dict[int, bytes] = {}
@@ -84,9 +87,21 @@ class BlockPool:
         return self.num_free_blocks
 
     def ref_count(self, block_id: int) -> int:
-        """How many rows hold a block; 0 for the null block and for free ones."""
+        """How many rows hold a block; 0 for the null block and for free ones.
+
+        O(1) after :meth:`settle`; before it, what was handed out since is searched.
+        """
         self._check_id(block_id)
-        return 1 + self._more.get(block_id, 0) if block_id in self._held else 0
+        if block_id in self._held:
+            return 1 + self._more.get(block_id, 0)
+        return int(any(block_id in batch for batch in tuple(self._whole.values())))
+
+    def ref_counts(self) -> dict[int, int]:
+        """How many rows hold each held block. O(held blocks)."""
+        counts = dict.fromkeys(chain(self._held, *self._whole.values()), 1)
+        for block, more in self._more.items():
+            counts[block] += more
+        return counts
 
     def key_of(self, block_id: int) -> bytes | None:
         """The key under which a block is published, or ``None``."""
@@ -128,15 +143,25 @@ class BlockPool:
         if fresh:
             ids.extend(range(self._fresh, self._fresh + fresh))
             self._fresh += fresh
-        popped, evicted = self._evict_idle(count - stacked - fresh)
-        ids += [block for block, _, _ in evicted]
-        self._held.update(ids)
+        popped: list[tuple[int, int]] = []
+        evicted: list[tuple[int, bytes, int]] = []
+        if stacked + fresh < count:
+            popped, evicted = self._evict_idle(count - stacked - fresh)
+            ids += [block for block, _, _ in evicted]
+        batch = ids.copy()  # the caller owns `ids`
+        if batch:
+            self._whole[batch[0]] = batch
         if self._journal is not None:
-            taken = ids.copy()  # the caller owns `ids`
             self._journal.append(
-                lambda: self._undo_allocate(taken, stacked, fresh, popped, evicted)
+                lambda: self._undo_allocate(batch, stacked, fresh, popped, evicted)
             )
         return ids
+
+    def settle(self) -> None:
+        """Count every held block by itself. Changes only what it costs to ask for counts."""
+        for batch in self._whole.values():
+            self._held.update(batch)
+        self._whole.clear()
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Hold blocks once more. An id given twice is held twice.
@@ -145,6 +170,7 @@ class BlockPool:
             BlockPoolError: an id out of range, the null block, or a free block without
                 content; no count changed.
         """
+        self.settle()
         held, idle = self._held, self._idle
         for block in block_ids:
             if block not in held and block not in idle:
@@ -166,37 +192,41 @@ class BlockPool:
             ids = tuple(block_ids)
             self._journal.append(lambda: self._undo_touch(ids, woken))
 
-    def free(self, block_ids: Sequence[int], *, known: bool = False) -> None:
+    def free(
+        self, block_ids: Sequence[int], *, known: bool = False, in_id_order: bool = False
+    ) -> None:
         """Let go of blocks once for each time they are named.
 
         The order is that of eviction: what comes first is reused first. Blocks that nobody
         holds any more keep their content only if they are published.
 
-        ``known`` says that every id came from this pool, so none is a float or a NumPy integer
-        that equals one; counts are checked all the same.
+        Args:
+            block_ids: the blocks.
+            known: every id came from this pool, so none is a float or a NumPy integer that
+                equals one; counts are checked all the same.
+            in_id_order: reuse them in the order of their ids, not in the order given.
 
         Raises:
             BlockPoolError: an id out of range, the null block, or more frees than holds;
                 no count changed.
         """
-        let_go = self._let_go_distinct(block_ids, known)
-        if let_go is None:
-            let_go = self._let_go_counted(block_ids)
+        let_go = self._let_go(block_ids, known)
+        order = sorted(let_go) if in_id_order else list(let_go)
         keys = self._keys
-        if keys and not keys.keys().isdisjoint(let_go):
-            last = [block for block in let_go if block in keys]
+        if keys and not keys.keys().isdisjoint(order):
+            last = [block for block in order if block in keys]
             first = []
-            if len(last) < len(let_go):
-                first = [block for block in let_go if block not in keys]
+            if len(last) < len(order):
+                first = [block for block in order if block not in keys]
             self._clock += 1
             self._idle.update(dict.fromkeys(last, self._clock))
             self._queue.extend(zip(last, repeat(self._clock)))
         else:
-            first, last = list(let_go), []
+            first, last = order, []
         first.reverse()
         self._stack += first
         if self._journal is not None:
-            ids = tuple(block_ids)
+            ids = tuple(block_ids)  # the caller owns `block_ids`
             self._journal.append(lambda: self._undo_free(ids, len(first), last))
         else:
             self._drop_old_entries()
@@ -215,6 +245,7 @@ class BlockPool:
             raise BlockPoolError("publish: enable_caching is False")
         if len(block_ids) != len(keys):
             raise BlockPoolError(f"publish: {len(block_ids)} blocks and {len(keys)} keys")
+        self.settle()
         if not self._held.issuperset(block_ids):
             unheld = next(block for block in block_ids if block not in self._held)
             raise BlockPoolError(f"block {unheld!r}: cannot be published, nobody holds it")
@@ -259,22 +290,22 @@ class BlockPool:
 
     # -- all or nothing -----------------------------------------------------------------
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> AbstractContextManager[None]:
         """Undo every change made inside if the block raises: the same ids, counts and order."""
+        return _Transaction(self)
+
+    def _begin(self) -> None:
         if self._journal is not None:
             raise BlockPoolError("transaction: one is already open on this pool")
-        journal: list[_Undo] = []
-        self._journal = journal
-        try:
-            yield
-        except BaseException:
-            self._journal = None
-            for undo in reversed(journal):
-                undo()
-            raise
-        self._journal = None
-        self._drop_old_entries()
+        self._journal = []
+
+    def _end(self, undo: bool) -> None:
+        journal, self._journal = self._journal, None
+        if undo:
+            for step in reversed(journal or ()):
+                step()
+        else:
+            self._drop_old_entries()
 
     # -- for tests and soaks ------------------------------------------------------------
 
@@ -283,7 +314,7 @@ class BlockPool:
         return (
             self._fresh,
             tuple(self._stack),
-            tuple(sorted(self._held)),
+            tuple(sorted(self._held.union(*self._whole.values()))),
             tuple(sorted(self._more.items())),
             tuple(self._idle_order()),
             tuple(sorted(self._keys.items())),
@@ -296,6 +327,7 @@ class BlockPool:
         places = Counter(self._stack)
         places.update(idle)
         places.update(self._held)
+        places.update(chain.from_iterable(self._whole.values()))
         for block in range(self._first, self._fresh):
             if places[block] != 1:
                 raise BlockPoolError(f"block {block}: stands in {places[block]} places, not in one")
@@ -328,6 +360,14 @@ class BlockPool:
             raise BlockPoolError(
                 f"block id: expected an int in [0, {self.num_blocks}), got {block_id!r}"
             )
+
+    def _let_go(self, block_ids: Sequence[int], known: bool) -> Sequence[int]:
+        """Take off the holds; returns the blocks that nobody holds any more, in order."""
+        if known and block_ids and self._whole.get(block_ids[0]) == block_ids:
+            return self._whole.pop(block_ids[0])  # just as they were handed out: held once each
+        self.settle()
+        let_go = self._let_go_distinct(block_ids, known)
+        return self._let_go_counted(block_ids) if let_go is None else let_go
 
     def _let_go_distinct(self, block_ids: Sequence[int], known: bool) -> Sequence[int] | None:
         """The usual case, in bulk: all distinct, all held exactly once. Else ``None``."""
@@ -437,7 +477,8 @@ class BlockPool:
         popped: list[tuple[int, int]],
         evicted: list[tuple[int, bytes, int]],
     ) -> None:
-        self._held.difference_update(ids)
+        if ids and self._whole.pop(ids[0], None) is None:  # it was settled since
+            self._held.difference_update(ids)
         for block, key, place in reversed(evicted):
             self._keys[block] = key
             self._index_insert(key, block, place)
@@ -462,7 +503,7 @@ class BlockPool:
             self._held.remove(block)
             self._idle[block] = since
 
-    def _undo_free(self, block_ids: tuple[int, ...], stacked: int, last: list[int]) -> None:
+    def _undo_free(self, block_ids: Sequence[int], stacked: int, last: list[int]) -> None:
         for block in last:
             self._queue.pop()
             del self._idle[block]
@@ -486,3 +527,18 @@ class BlockPool:
             if since is not None:
                 self._idle[block] = since
                 self._stack.pop()
+
+
+class _Transaction(AbstractContextManager[None]):
+    """What ``BlockPool.transaction`` hands out; a class, as it is entered in every call."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        self._pool._begin()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._pool._end(undo=error is not None)

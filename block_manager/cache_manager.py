@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import lcm
+from operator import sub
 from threading import RLock
 
 from block_manager.block_pool import BlockPool
@@ -29,6 +30,7 @@ from block_manager.records import (
     check_readable,
     contexts_of,
     copy_tables,
+    cut,
     holds,
     join_tables,
     payload_of,
@@ -216,13 +218,13 @@ class DiffusionKVCacheManager:
             self._check_new(request_id, rows, num_rows)
             contexts = contexts_of(rows)
             hits = self._find_hits(rows)
-            needs = [
-                [n - len(table) for n, table in zip(self._blocks_of_row(row.seq_len), tables)]
-                for row, (_, tables) in zip(rows, hits)
-            ]
-            needs += [list(self._blocks_of_context(context)) for context in contexts]
+            needs = [self._blocks_of_row(row.seq_len) for row in rows]
+            for at, (hit, found) in enumerate(hits):
+                if hit:
+                    needs[at] = tuple(map(sub, needs[at], map(len, found)))
+            needs += map(self._blocks_of_context, contexts)
             new_blocks = sum(map(sum, needs))
-            held = [block for _, tables in hits for table in tables for block in table]
+            held = [block for hit, found in hits if hit for table in found for block in table]
             shared = set(held)
             required = new_blocks + len(shared)
             if required > self._pool.num_usable_blocks:
@@ -238,14 +240,7 @@ class DiffusionKVCacheManager:
             with self._change(request_id) as generation:
                 if held:
                     self._pool.touch(held)
-                blocks = self._pool.allocate(new_blocks)
-                tables, start = [], 0
-                for need in needs:
-                    groups = []
-                    for count in need:
-                        groups.append(blocks[start : start + count])
-                        start += count
-                    tables.append(tuple(groups))
+                tables = cut(self._pool.allocate(new_blocks), needs)
                 record = Record(
                     generation,
                     tuple(
@@ -294,7 +289,13 @@ class DiffusionKVCacheManager:
             if record is None:
                 return False
             with self._change(request_id, new_generation=False):
-                self._pool.free(self._release_order(record), known=True)
+                # without caching in physical order, so that the next request's blocks are
+                # adjacent (as vLLM-Omni does)
+                self._pool.free(
+                    self._release_order(record),
+                    known=True,
+                    in_id_order=not self.enable_prefix_caching,
+                )
                 del self._requests[request_id]
                 for row in record.rows:
                     del self._internal_ids[row.request.request_id]
@@ -625,11 +626,12 @@ class DiffusionKVCacheManager:
                 for block in record.block_ids():
                     if self._is_block(block):
                         held[block] = held.get(block, 0) + 1
+            counted = self._pool.ref_counts()
             for block, times in held.items():
-                if self._pool.ref_count(block) != times:
+                if counted.get(block, 0) != times:
                     raise BlockPoolError(
                         f"block {block} is held {times} times and counted "
-                        f"{self._pool.ref_count(block)} times"
+                        f"{counted.get(block, 0)} times"
                     )
             if len(held) + self._pool.num_free_blocks != self._pool.num_usable_blocks:
                 raise BlockPoolError(
@@ -661,6 +663,13 @@ class DiffusionKVCacheManager:
         if request_id in self._requests:
             raise RequestError(f"request {request_id!r}: is already admitted")
         check_order(request_id, rows, num_rows)
+        self._check_row_ids(request_id, rows)
+        self._check_lengths(request_id, rows)
+
+    def _check_row_ids(self, request_id: str, rows: Sequence[DiffusionKVRequest]) -> None:
+        ids = [row.request_id for row in rows]
+        if len(set(ids)) == len(ids) and self._internal_ids.keys().isdisjoint(ids):
+            return
         seen: set[str] = set()
         for row in rows:
             other = self._internal_ids.get(row.request_id)
@@ -674,7 +683,6 @@ class DiffusionKVCacheManager:
                     f"request {request_id!r}: row id {row.request_id!r} stands twice"
                 )
             seen.add(row.request_id)
-        self._check_lengths(request_id, rows)
 
     def _check_lengths(self, request_id: str, rows: Sequence[DiffusionKVRequest]) -> None:
         for row in rows:
@@ -706,8 +714,8 @@ class DiffusionKVCacheManager:
 
     def _find_hits(self, rows: Sequence[DiffusionKVRequest]) -> list[tuple[int, Tables]]:
         """For each row, usable hit tokens and the blocks that hold them, for each group."""
-        empty: Tables = tuple([] for _ in self.geometry.block_sizes)
         if not self.enable_prefix_caching:
+            empty: Tables = tuple([[] for _ in self.geometry.block_sizes])
             return [(0, empty)] * len(rows)
         found = [self._longest_hit(row) for row in rows]
         if self.clip_hits_to_shortest:
@@ -779,6 +787,7 @@ class DiffusionKVCacheManager:
             }
         self._check_sequences(request_id, record, writes)
         pool, sizes = self._pool, self.geometry.block_sizes
+        pool.settle()  # counts are asked for block by block
         new_blocks = 0
         unshare: list[list[list[tuple[int, bool]]]] = []  # row, group: (entry, copy its bytes)
         own_published: list[int] = []
@@ -846,7 +855,7 @@ class DiffusionKVCacheManager:
             return DiffusionKVUpdate(metadata, copies)
 
     def _release_order(self, record: Record) -> list[int]:
-        """All blocks of a request in the order in which they should be reused."""
+        """All blocks of a request; with caching in the order in which they should be reused."""
         tables = [row.tables for row in record.rows] + [t for _, t in record.contexts]
         blocks: list[int] = []
         if self.enable_prefix_caching:
@@ -854,9 +863,8 @@ class DiffusionKVCacheManager:
                 for table in groups:
                     blocks += reversed(table)
         else:
-            # physical order, so that the next request's blocks are adjacent (as vLLM-Omni does)
-            for groups in tables:
-                blocks += sorted(groups[0] if len(groups) == 1 else chain(*groups))
+            for table in chain.from_iterable(tables):  # as the pool handed them out
+                blocks += table
         if any(row.first_key for row in record.rows):
             blocks = [block for block in blocks if self._is_block(block)]
         return blocks

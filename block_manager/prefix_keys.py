@@ -1,30 +1,32 @@
 """Keys of finished prefix blocks: chained SHA-256 hashes, tagged by everything K/V depends on.
 
-The root of a chain is the hash of the domain (model, LoRA, salt, CFG branch). The key of block
-``i`` is the hash of the key before it, the block's tokens, and every feature and full span
-that touches the block, a span with all that it holds, in later blocks too: that is what the
-block's K/V depends on. All inputs are framed by type and length, so that no two different
-inputs give one message; integers are little-endian, so that keys are the same in every
-process and on every machine.
+The root of a chain is the hash of the domain (model, LoRA, salt, CFG branch). A block that
+features or full spans touch ends a link: its key is the hash of the key before it, its tokens,
+and all of those, a span with all that it holds, in later blocks too. The key of any other block
+is the hash of the key that its link starts from and all tokens since, so that it costs one
+update of a running hash. Either way it is all that the block's K/V depends on. All inputs are
+framed by type and length, so that no two different inputs give one message; integers are
+little-endian, so that keys are the same in every process and on every machine.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from struct import error, pack, unpack
+from struct import Struct, error, pack, unpack
 from sys import byteorder
 
 from layout_core.errors import PrefixCacheError
 from layout_core.visibility import Spans
 
-# A root's message starts with this text, a block's with the 32 bytes of the key before it, which
-# no one can make equal to the text. After the key come block_size tokens of 8 bytes and the framed
-# extras: all but the last have a fixed length, given the root, which frames block_size.
-_ROOT = b"pagestride prefix keys, version 1"
+# Three kinds of message. A root's and a touched block's start with these texts, any other's with
+# the 32 bytes of a key, which no one can make equal to a text. After the key come blocks of
+# block_size tokens of 8 bytes: exactly one and its framed extras, or one and more without. All but
+# the extras at the end have a fixed length, given the root, which frames block_size.
+_ROOT = b"pagestride prefix keys, version 2"
+_TOUCHED = b"pagestride prefix keys, version 2, touched block"
 
 Framed = str | bytes | int | float | bool | None
 
@@ -123,8 +125,9 @@ def token_words(token_ids: Sequence[int], *, where: str = "token_ids") -> bytes:
     """
     if byteorder == "little":
         try:
-            raw = array("Q", token_ids).tobytes()  # the fast way, if none is negative
-        except (TypeError, OverflowError):
+            # the fast way, if none is negative; a Struct takes a tuple without copying it
+            raw = Struct(f"{len(token_ids)}Q").pack(*token_ids)
+        except error:
             raw = b"\xff" * 8
         if raw[7::8].isascii():  # no top bit: every id is below 2**63
             return raw
@@ -197,13 +200,19 @@ def prefix_keys(
     step = 8 * block_size
     parts = unpack(f"{step}s" * num_blocks, data[: num_blocks * step])
     extras = _block_extras(data, num_blocks, block_size, features, spans or ())
-    if extras:
-        parts = tuple(part + extras.get(index, b"") for index, part in enumerate(parts))
     keys: list[bytes] = []
-    append, new_hash = keys.append, sha256
-    for part in parts:
-        key = new_hash(key + part).digest()
-        append(key)
+    start = 0
+    for touched in (*sorted(extras), num_blocks):
+        link = sha256(key)
+        append, update, digest = keys.append, link.update, link.digest
+        for part in parts[start:touched]:
+            update(part)
+            append(digest())
+        if touched < num_blocks:
+            before = keys[-1] if keys else key
+            key = sha256(_TOUCHED + before + parts[touched] + extras[touched]).digest()
+            append(key)
+        start = touched + 1
     return keys
 
 

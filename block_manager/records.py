@@ -53,6 +53,18 @@ class Record(NamedTuple):
                 yield from table
 
 
+def cut(blocks: list[int], needs: Sequence[Sequence[int]]) -> list[Tables]:
+    """Tables of as many of the blocks, in order, as each row needs for each group."""
+    tables, end = [], 0
+    for need in needs:
+        groups = []
+        for count in need:
+            start, end = end, end + count
+            groups.append(blocks[start:end])
+        tables.append(tuple(groups))
+    return tables
+
+
 def join_tables(found: Tables, fresh: Tables) -> Tables:
     """For each group, the blocks found in the cache and then the new ones."""
     return tuple(map(add, found, fresh))
@@ -71,6 +83,8 @@ def check_order(request_id: str, rows: Sequence[DiffusionKVRequest], num_rows: i
     """Rows are there, all of them, in order: sequence ids 0, 1, 2, ..."""
     got = [row.sequence_id for row in rows]
     expected = list(range(len(rows) if num_rows is None else num_rows))
+    if got and got == expected:
+        return
     missing = [each for each in expected if each not in got]
     if num_rows is not None and missing:
         raise RequestError(
@@ -79,11 +93,9 @@ def check_order(request_id: str, rows: Sequence[DiffusionKVRequest], num_rows: i
         )
     if not rows:
         raise RequestError(f"request {request_id!r}: expected at least one row, got none")
-    if got != expected:
-        raise RequestError(
-            f"request {request_id!r}: expected rows in the order of sequence ids {expected}, "
-            f"got {got}"
-        )
+    raise RequestError(
+        f"request {request_id!r}: expected rows in the order of sequence ids {expected}, got {got}"
+    )
 
 
 def contexts_of(rows: Sequence[DiffusionKVRequest]) -> tuple[DiffusionKVContext, ...]:
@@ -119,25 +131,29 @@ def payload_of(request_id: str, record: Record) -> DiffusionKVMetadata:
     return DiffusionKVMetadata(
         request_id,
         record.generation,
+        tuple(map(_sequence_of, record.rows)),
         tuple(
             [
-                DiffusionKVSequenceMetadata(
-                    row.request.sequence_id,
-                    row.request.prefix_len,
-                    row.request.target_len,
-                    row.request.seq_len,
-                    copy_tables(row.tables),
-                    row.cached_prefix_len,
-                    tuple([context.context_id for context in row.request.kv_contexts]),
-                    first_key=row.first_key,
+                DiffusionKVContextMetadata(
+                    context.context_id, context.cache_role, context.num_tokens, copy_tables(tables)
                 )
-                for row in record.rows
+                for context, tables in record.contexts
             ]
         ),
-        tuple(
-            DiffusionKVContextMetadata(
-                context.context_id, context.cache_role, context.num_tokens, copy_tables(tables)
-            )
-            for context, tables in record.contexts
-        ),
+    )
+
+
+def _sequence_of(row: Row) -> DiffusionKVSequenceMetadata:
+    request, tables, cached, first_key, _ = row
+    contexts = request.kv_contexts
+    return DiffusionKVSequenceMetadata(
+        request.sequence_id,
+        request.prefix_len,
+        request.target_len,
+        request.seq_len,
+        copy_tables(tables),
+        cached,
+        tuple([context.context_id for context in contexts]) if contexts else (),
+        0,
+        first_key,
     )

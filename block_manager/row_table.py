@@ -453,9 +453,9 @@ class RowTable:
             raw = array("I", ids).tobytes()
         except (TypeError, OverflowError):
             raw = None  # an id that is no int of 32 bits: named below
-        if raw is not None and _is_ascending(raw) and (not ids or ids[-1] < limit):
-            return array("i", raw)  # so all are distinct and in range
-        if raw is None or max(ids) >= limit:
+        if raw and ids[0] <= ids[len(ids) // 2] <= ids[-1] < limit and _is_ascending(raw):
+            return array("i", raw)  # the usual case: so all are distinct and in range
+        if raw is None or not _all_below(limit, raw):
             bad, at = next(
                 (each, at)
                 for at, each in enumerate(ids)
@@ -545,6 +545,17 @@ class RowTable:
 def _lanes(count: int, value: int) -> int:
     """``value`` in each of ``count`` lanes of 32 bits."""
     return int.from_bytes(value.to_bytes(4, "little") * count, "little")
+
+
+def _all_below(limit: int, raw: bytes) -> bool:
+    """Whether the 32-bit unsigned integers of ``raw`` are below ``limit``, at most ``2**31``.
+
+    All at once, as one long integer: unless a value has its top bit set, ``value + (2**31 -
+    limit)`` has it exactly where ``value >= limit``, and nothing carries into the next lane.
+    """
+    count, values = len(raw) // 4, int.from_bytes(raw, sys.byteorder)
+    beyond = values | (values + _lanes(count, (1 << 31) - limit))
+    return beyond & _lanes(count, 1 << 31) == 0
 
 
 def _is_ascending(raw: bytes) -> bool:

@@ -201,6 +201,53 @@ def test_the_queue_of_idle_blocks_does_not_grow_with_use() -> None:
     assert pool.allocate(7) == [5, 6, 7, 1, 3, 4, 2]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_blocks_freed_as_they_were_handed_out_are_reused_in_the_order_asked_for(
+    known: bool,
+) -> None:
+    pool = BlockPool(10)
+    pool.free(pool.allocate(3)[::-1])
+    taken = pool.allocate(5)
+    assert taken == [3, 2, 1, 4, 5]
+    pool.free(taken, known=known)
+    assert pool.allocate(5) == taken
+    pool.free(taken, known=known, in_id_order=True)
+    assert pool.allocate(5) == [1, 2, 3, 4, 5]
+    pool.check()
+
+
+@pytest.mark.parametrize("ask_first", [True, False])
+def test_a_whole_batch_is_freed_once_and_only_as_long_as_nobody_shares_it(ask_first: bool) -> None:
+    pool = BlockPool(10)
+    one, two = pool.allocate(3), pool.allocate(2)
+    assert [pool.ref_count(block) for block in range(7)] == [0, 1, 1, 1, 1, 1, 0]
+    assert pool.ref_counts() == dict.fromkeys([*one, *two], 1)
+    if ask_first:
+        pool.settle()
+        assert [pool.ref_count(block) for block in range(7)] == [0, 1, 1, 1, 1, 1, 0]
+    pool.touch(two[:1])
+    assert pool.ref_counts() == {1: 1, 2: 1, 3: 1, 4: 2, 5: 1}
+    pool.free(two, known=True)
+    assert [pool.ref_count(block) for block in two] == [1, 0]
+    pool.free(one, known=True)
+    before = pool.state()
+    with pytest.raises(BlockPoolError, match="block 1 is freed 1 times and held 0 times"):
+        pool.free(one, known=True)
+    assert pool.state() == before
+    pool.check()
+
+
+def test_a_caller_may_change_the_lists_it_was_given() -> None:
+    pool = BlockPool(8)
+    taken = pool.allocate(3)
+    taken[1] = 6  # never handed out
+    before = pool.state()
+    with pytest.raises(BlockPoolError, match="block 6 is freed 1 times and held 0 times"):
+        pool.free(taken, known=True)
+    assert pool.state() == before
+    assert [pool.ref_count(block) for block in (1, 2, 3, 6)] == [1, 1, 1, 0]
+
+
 class Planned(Exception):
     """Raised on purpose inside a transaction."""
 
@@ -214,7 +261,7 @@ def _act(pool: BlockPool, held: list[int], step: tuple[int, int, int]) -> None:
         count = 1 + number % len(held)
         at = pick % len(held)
         chosen = (held[at:] + held[:at])[:count]
-        pool.free(chosen)
+        pool.free(chosen, known=pick % 2 == 0, in_id_order=pick % 3 == 0)
         for block in chosen:
             held.remove(block)
     elif kind == 2:

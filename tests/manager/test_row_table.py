@@ -23,7 +23,7 @@ from block_manager import (
     TransferError,
     UnknownRequestError,
 )
-from block_manager.row_table import _is_ascending
+from block_manager.row_table import _all_below, _is_ascending
 from layout_core.errors import BlockTableError, ConfigError, LayoutError, RowError
 from layout_core.resolve import resolve_layout
 from layout_core.rows import BlockTables, Bucket, PagedAttentionRow, compute_slot_mapping
@@ -434,6 +434,31 @@ def test_every_change_of_rows_changes_the_version() -> None:
 def test_bad_limits_are_refused(kwargs: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(kwargs))}: expected an int >= 1"):
         table(**kwargs)
+
+
+_limits = st.one_of(st.integers(1, 9), st.integers(1, 2**31))
+_ids = st.one_of(st.integers(0, 9), st.integers(0, 2**31), st.integers(0, 2**32 - 1))
+
+
+@given(_limits, st.lists(_ids, max_size=8))
+def test_the_range_of_all_ids_is_decided_at_once(limit: int, ids: list[int]) -> None:
+    assert _all_below(limit, array("I", ids).tobytes()) == all(each < limit for each in ids)
+
+
+@given(_limits, st.lists(st.integers(0, 2**31 - 1), max_size=8), st.integers(0, 8))
+def test_the_largest_id_decides(limit: int, ids: list[int], at: int) -> None:
+    below = [each % limit for each in ids]
+    for edge in (limit - 1, limit):
+        raw = array("I", [*below[:at], edge, *below[at:]]).tobytes()
+        assert _all_below(limit, raw) == (edge < limit)
+
+
+@pytest.mark.parametrize("ids", [[9, 3, 5], [5, 3, 9], [1, 2, 3]])
+def test_ids_may_stand_in_any_order(ids: list[int]) -> None:
+    t = table()
+    t.install(payload(ids))
+    found = t.block_ids(PagedAttentionRow("a", 1, 12, sequence_id=0), 0)
+    assert found == array("i", ids)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=8), st.booleans())
