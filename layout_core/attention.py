@@ -280,8 +280,9 @@ class AttentionBackend(ABC):
     def indexes_kv_by_block_stride(cls) -> bool | None:
         """Whether pages are found by the block stride, which demands a block-outermost layout.
 
-        ``False`` forbids one. A backend that follows any stride returns ``None``: it demands and
-        forbids nothing. See :func:`layout_core.diffusion.block_stride_demand`.
+        ``False`` forbids one. A backend that follows any stride sets the attribute itself to
+        ``None``: it demands and forbids nothing. Ask through
+        :func:`layout_core.diffusion.block_stride_demand`, which knows both forms.
         """
         return False
 

@@ -40,6 +40,10 @@ Metadata = AttentionMetadata[jax.Array]
 class JaxAttentionBackend(AttentionBackend):
     """The JAX engine's capabilities, on the CPU and on GPUs alike."""
 
+    # Strides are data here: any layout is followed, none demanded or forbidden. The attribute
+    # itself is None, as callers (vLLM-Omni's layout check, too) look at it before they call it.
+    indexes_kv_by_block_stride = None  # type: ignore[assignment]
+
     supports_piecewise_spans = True
     supports_paged_kv = True
     supports_prefix_kv_slicing = True
@@ -64,10 +68,6 @@ class JaxAttentionBackend(AttentionBackend):
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
         return []
-
-    @classmethod
-    def indexes_kv_by_block_stride(cls) -> bool | None:
-        return None  # strides are data here: any layout is followed, none demanded or forbidden
 
     @classmethod
     def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:

@@ -85,7 +85,7 @@ def test_what_a_backend_says_of_itself(load_engine: LoadEngine, engine: str, ker
     )
     assert backend.supports_paged_kv is True  # shown by the tests of forward_paged below
     assert backend.accept_output_buffer is False
-    assert backend.indexes_kv_by_block_stride() is None  # shown by every layout of the suite
+    assert backend.indexes_kv_by_block_stride is None  # shown by every layout of the suite
     assert backend.get_supported_head_sizes() == []  # any: the dense suite has 32 to 256
     assert all(backend.supports_head_size(size) for size in (1, 32, 72, 256))
     assert backend.supported_platforms == ("cuda", "cpu")
