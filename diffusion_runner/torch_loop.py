@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,6 @@ class TorchLoop:
         """Denoise one wave; the pool in ``cache`` is written in place."""
         started = time.perf_counter()
         config = self._config
-        kv_dtype = _KV_DTYPES[cache.resolved.layers[0].dtype.name]
         first = self._prepare(cache, wave.first)
         later = first if wave.later is None else self._prepare(cache, wave.later)
         times = schedule.timesteps(wave.steps)
@@ -58,15 +58,6 @@ class TorchLoop:
 
         for step in range(wave.steps):
             prepared = first if step == 0 else later
-
-            def attend(
-                pool: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: Any
-            ) -> tuple[Tensor, Any]:
-                output, pool = self._engine.forward_paged(
-                    pool, layer, query.to(kv_dtype), key.to(kv_dtype), value.to(kv_dtype), batch
-                )
-                return output.to(query.dtype), pool
-
             patches = torch.zeros(len(prepared.token_ids), patch_dim, device=self._device)
             patches[prepared.image_positions] = sample.repeat_interleave(
                 wave.rows_per_request, dim=0
@@ -79,7 +70,7 @@ class TorchLoop:
                 prepared.position_ids,
                 patches,
                 torch.full_like(patches[:, 0], times[step]),
-                lambda p, layer, q, k, v, batch=prepared.batch: attend(p, layer, q, k, v, batch),
+                partial(self._attend, prepared.batch),
                 pool,
             )
             rows = velocity[prepared.image_positions].reshape(
@@ -99,6 +90,15 @@ class TorchLoop:
             compile_seconds=0.0,
             kernel=first.batch.kernel,
         )
+
+    def _attend(
+        self, batch: Any, pool: Any, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Any]:
+        kv_dtype = _KV_DTYPES[pool.resolved.layers[0].dtype.name]  # the layers are equal
+        output, pool = self._engine.forward_paged(
+            pool, layer, query.to(kv_dtype), key.to(kv_dtype), value.to(kv_dtype), batch
+        )
+        return output.to(query.dtype), pool
 
     def _prepare(self, cache: KvCache, step: StepInputs) -> _Prepared:
         tokens = step.tokens
