@@ -19,6 +19,8 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,run,dev]'
+	# jax_triton imports it to lower for CUDA; without its dependencies, as no GPU is needed for that
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps jax-cuda13-plugin
 	touch $@
 
 demo: $(VENV)/.stamp-run ## draw digits with both engines in all six layouts

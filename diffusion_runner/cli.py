@@ -257,6 +257,72 @@ def doctor(
     print_doctor(examine(), as_json=json, console=_out)
 
 
+@app.command()
+def bench(
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="core, attention, write, copy, denoise, memory, growth. Without any, all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", help="An engine to time; may be repeated. Without it, both."),
+    ] = None,
+    device: DeviceOption = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option("--layout", help="A layout to time; may be repeated. Without it, all six."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", help="float32, float16 or bfloat16; may be repeated."),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of torch's CPU kernels.")] = 2,
+    tables: Annotated[
+        str, typer.Option(help="Block ids of a row: shuffled (as they come to be) or ascending.")
+    ] = "shuffled",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, to see that it runs; nothing to publish.")
+    ] = False,
+    json: JsonOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the figures as a PNG.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Time both engines beside named peers, in one process, as ratios.
+
+    Rounds are interleaved: a ratio compares times of the same round, so that a machine that slows
+    down slows both sides. Losses are shown beside wins.
+    """
+    from diffusion_runner.bench import record
+    from diffusion_runner.bench.options import Options, make_options, open_bench
+    from diffusion_runner.bench.suites import check_suites, measure
+
+    names = check_suites(suites or ())
+    defaults_of = Options()
+    options = make_options(
+        engines=tuple(backend or defaults_of.engines),
+        device=device,
+        dtypes=tuple(dtype or defaults_of.dtypes),
+        layouts=tuple(layout or defaults_of.layouts),
+        threads=threads,
+        tables=tables,
+        quick=quick,
+    )
+    results = measure(open_bench(options), names, report=lambda name: _err.print(f"suite {name}"))
+    record.show(results, _out)
+    if json is not None:
+        record.save(results, json)
+    if plot is not None:
+        from diffusion_runner.bench.plots import save_plot
+
+        save_plot(results, plot)
+
+
+
+
 def _backend(flag: str | None) -> str:
     name = flag or os.environ.get(BACKEND_VARIABLE)
     if name:
