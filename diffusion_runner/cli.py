@@ -1,4 +1,4 @@
-"""The command line: ``pagestride run | compare | score | layouts | doctor``.
+"""The command line: ``pagestride run | compare | score | layouts | explain | advise | doctor``.
 
 Commands only parse, call and print. Anything wrong with the input is one line on standard
 error and exit status 2, before anything is written.
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from diffusion_runner import settings as defaults
 from diffusion_runner.errors import RunError
+from diffusion_runner.explain.commands import register as register_explain
 from diffusion_runner.model.schedule import DEFAULT_GUIDANCE, DEFAULT_STEPS
 from layout_core import KVCacheLayout, LayoutError
 
@@ -321,6 +322,7 @@ def bench(
         save_plot(results, plot)
 
 
+register_explain(app, _out)
 
 
 def _backend(flag: str | None) -> str:

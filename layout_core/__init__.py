@@ -97,6 +97,9 @@ if TYPE_CHECKING:
     from layout_core.layouts import KVCacheLayout as KVCacheLayout
     from layout_core.legality import LEGAL_COMBINATIONS as LEGAL_COMBINATIONS
     from layout_core.legality import Legality as Legality
+    from layout_core.owners import ByteOwners as ByteOwners
+    from layout_core.owners import OwnedByte as OwnedByte
+    from layout_core.owners import owners_of_byte as owners_of_byte
     from layout_core.placement import plan_tensors as plan_tensors
     from layout_core.placement import pool_bytes_per_block as pool_bytes_per_block
     from layout_core.protocols import Engine as Engine
@@ -120,6 +123,11 @@ if TYPE_CHECKING:
     from layout_core.rows import Bucket as Bucket
     from layout_core.rows import PagedAttentionRow as PagedAttentionRow
     from layout_core.rows import compute_slot_mapping as compute_slot_mapping
+    from layout_core.runs import PaddingBytes as PaddingBytes
+    from layout_core.runs import Runs as Runs
+    from layout_core.runs import count_runs as count_runs
+    from layout_core.runs import padding_of as padding_of
+    from layout_core.runs import run_ranges as run_ranges
     from layout_core.serving import check_servable as check_servable
     from layout_core.sizing import check_enough_kv_cache_memory as check_enough_kv_cache_memory
     from layout_core.sizing import estimate_max_model_len as estimate_max_model_len
@@ -206,6 +214,7 @@ _NAMES: Final = {
     "heads": "HeadPlan pad_heads",
     "layouts": "KVCacheLayout LAYOUT_ALIASES",
     "legality": "LEGAL_COMBINATIONS Legality",
+    "owners": "ByteOwners OwnedByte owners_of_byte",
     "placement": "plan_tensors pool_bytes_per_block",
     "protocols": "Engine Layer",
     "quant": "KVQuantMode get_kv_quant_mode",
@@ -216,6 +225,7 @@ _NAMES: Final = {
     ),
     "resolve": "check_config make_config resolve_layout single_group_config",
     "rows": "BlockTables Bucket NULL_BLOCK_ID PAD_SLOT PagedAttentionRow compute_slot_mapping",
+    "runs": "PaddingBytes Runs count_runs padding_of run_ranges",
     "serving": "check_servable",
     "sizing": (
         "check_enough_kv_cache_memory estimate_max_model_len generate_scheduler_kv_cache_config "
