@@ -90,7 +90,7 @@ class CacheGeometry:
         if num_tokens < 0:
             raise RequestError(f"num_tokens: expected >= 0, got {num_tokens}")
         if len(self.block_sizes) == 1:
-            return (-(-num_tokens // self.block_sizes[0]),)
+            return (-(-num_tokens // self.block_sizes[0]) if groups else 0,)
         return tuple(
             [
                 -(-num_tokens // size) if index in groups else 0

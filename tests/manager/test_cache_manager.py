@@ -11,6 +11,7 @@ from block_manager import (
     AsleepError,
     BlockPoolError,
     DiffusionKVAdmissionError,
+    DiffusionKVCacheManager,
     DiffusionKVContext,
     PrefixCacheError,
     PrefixCacheStats,
@@ -369,6 +370,18 @@ def test_a_context_is_shared_by_the_rows_that_name_it() -> None:
     m.check()
     m.free_request("a")
     assert m.num_free_blocks == 31
+
+
+def test_a_sequence_takes_no_blocks_where_there_is_cross_attention_alone() -> None:
+    m = DiffusionKVCacheManager(
+        config(4, 4, cross=(0,)), max_model_len=16, scheduler_block_size=4, hash_block_size=4
+    )
+    text = DiffusionKVContext("text", "cross", 10)
+    metadata = m.reserve_request("a", [row("a", 0, kv_contexts=[text])])
+    assert metadata is not None
+    assert metadata.sequences[0].block_ids == ([],)
+    assert metadata.contexts[0].block_ids == ([1, 2, 3],)
+    assert m.required_blocks([row("b", 0, kv_contexts=[text])]) == 3
 
 
 def test_contexts_use_the_sequences_groups_where_there_is_no_cross_attention() -> None:
