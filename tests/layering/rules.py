@@ -61,6 +61,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("integrations", (), everything=True),
     Rule("examples", (), everything=True, forbidden=FRAMEWORK_HOSTS),
+    # its control plane is vLLM-Omni's own
+    Rule("examples/omni_split.py", (), everything=True, forbidden=("diffusers",)),
+    # it shows two lines in a program of diffusers', so it is one
+    Rule("examples/diffusers_runner.py", (), everything=True, forbidden=("vllm", "vllm_omni")),
 )
 
 
@@ -127,7 +131,8 @@ def imports_of(source: str, package: str) -> Iterator[Import]:
 def files_of(root: Path, rule: Rule, rules: tuple[Rule, ...] = RULES) -> list[Path]:
     """Python files that ``rule`` governs: under its path and under no longer path of another."""
     longer = [root / r.path for r in rules if r.path.startswith(rule.path + "/")]
-    found = sorted((root / rule.path).rglob("*.py"))
+    top = root / rule.path
+    found = [top] if top.is_file() else sorted(top.rglob("*.py"))
     return [file for file in found if not any(file.is_relative_to(other) for other in longer)]
 
 

@@ -149,6 +149,8 @@ PLANTED = [
     ("backends/torch_cuda/a.py", "import vllm\n", "must not import vllm"),
     ("diffusion_runner/a.py", "def f():\n    import vllm_omni.x\n", "must not import vllm_omni.x"),
     ("diffusion_runner/a.py", "import torch\ndef f():\n    import jax.numpy\n", "jax and torch"),
+    ("examples/a.py", "from diffusers import DDIMScheduler\n", "must not import diffusers"),
+    ("examples/diffusers_runner.py", "import vllm\n", "must not import vllm"),
 ]
 
 
@@ -178,6 +180,7 @@ ALLOWED = [
     ("backends/jax_gpu/a.py", "import jax, numpy\nfrom jax.experimental import pallas\n"),
     ("diffusion_runner/a.py", "import jax\nimport typer\n"),
     ("integrations/a.py", "import vllm\n"),
+    ("examples/diffusers_runner.py", "import diffusers\n"),
 ]
 
 
