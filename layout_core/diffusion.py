@@ -8,6 +8,7 @@ not care about.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from layout_core.configs import ConfigLike, read_config
@@ -17,6 +18,7 @@ from layout_core.layouts import KVCacheLayout
 from layout_core.placement import plan_tensors
 from layout_core.resolve import check_config
 from layout_core.sizing import (
+    WorkerPlan,
     generate_scheduler_kv_cache_config,
     plan_worker_configs,
     record_max_model_len,
@@ -285,10 +287,42 @@ def build_native_kv_cache_configs(
         LayoutConflictError, InsufficientMemoryError, IllegalCombinationError, SpecError,
         ConfigError: nothing is recorded then.
     """
+    native = plan_native_kv_cache_configs(
+        vllm_config,
+        worker_specs,
+        available_memory,
+        indexes_kv_by_block_stride=indexes_kv_by_block_stride,
+        connector_cls=connector_cls,
+    )
+    record_native_plan(vllm_config, native)
+    return native.plan.configs, native.scheduler_config
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """What :func:`build_native_kv_cache_configs` decides, before it records anything."""
+
+    layout: KVCacheLayout
+    plan: WorkerPlan
+    scheduler_config: KVCacheConfig
+
+
+def plan_native_kv_cache_configs(
+    vllm_config: ConfigLike,
+    worker_specs: Sequence[Mapping[str, object]],
+    available_memory: Sequence[int],
+    *,
+    indexes_kv_by_block_stride: bool | None = False,
+    connector_cls: Any = None,
+) -> NativePlan:
+    """The first half of :func:`build_native_kv_cache_configs`: it decides, and records nothing."""
     required = get_connector_required_kv_cache_layout(vllm_config, connector_cls=connector_cls)
     layout = _choose_layout(vllm_config, indexes_kv_by_block_stride, required)
     plan = plan_worker_configs(vllm_config, worker_specs, available_memory, layout)
-    scheduler = generate_scheduler_kv_cache_config(plan.configs)
-    _pin(vllm_config, layout)
-    record_max_model_len(vllm_config, plan)
-    return plan.configs, scheduler
+    return NativePlan(layout, plan, generate_scheduler_kv_cache_config(plan.configs))
+
+
+def record_native_plan(vllm_config: ConfigLike, native: NativePlan) -> None:
+    """The second half: the layout and a fitted length, on the config that was planned for."""
+    _pin(vllm_config, native.layout)
+    record_max_model_len(vllm_config, native.plan)
