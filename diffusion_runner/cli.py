@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diffusion_runner.settings import RunSettings
 
 BACKEND_VARIABLE = "PAGESTRIDE_BACKEND"
+CACHE_VARIABLE = "PAGESTRIDE_COMPILATION_CACHE"
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2
 
@@ -134,6 +135,15 @@ def run(
             help="Share full blocks between prompts that begin alike.",
         ),
     ] = True,
+    compilation_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep compiled programs in this folder, so that the next process compiles "
+            f"nothing; jax_gpu only. Without it, ${CACHE_VARIABLE}; without both, no cache.",
+            file_okay=False,
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Draw digits with one engine."""
@@ -155,6 +165,7 @@ def run(
         prefix_caching=prefix_caching,
         kv_dtype=kv_dtype,
         pool_blocks=pool_blocks,
+        compilation_cache=compilation_cache or _cache_folder(_backend(backend)),
     )
     result = generate(settings, console=_err)
     save_pictures(result, out)
@@ -250,12 +261,54 @@ def layouts() -> None:
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
+    queries: Annotated[
+        int | None,
+        typer.Option(
+            help="Explain instead which kernel torch_cuda takes for rows of so many queries.",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Annotated[
+        int | None, typer.Option(help="Keys of each row; as many as queries without it.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Rows of the step.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    head_size: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
+    block_size: BlockSizeOption = 64,
+    layout: LayoutOption = None,
+    dtype: Annotated[str, typer.Option(help="Element type of the pool.")] = "bfloat16",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal rows.")] = False,
+    bucket: Annotated[
+        bool, typer.Option("--bucket", help="Padded to fixed shapes, as for a CUDA graph.")
+    ] = False,
+    device: DeviceOption = None,
 ) -> None:
-    """Show which engines, kernels, devices and versions are there, and what to install."""
-    from diffusion_runner.doctor import examine
-    from diffusion_runner.report import print_doctor
+    """Show which engines, kernels, devices and versions are there, and what to install.
 
-    print_doctor(examine(), as_json=json, console=_out)
+    With `--queries`: which kernel serves such a step, and why not the others.
+    """
+    from diffusion_runner.doctor import examine, explain_kernels
+    from diffusion_runner.report import print_choice, print_doctor
+
+    if queries is None:
+        print_doctor(examine(), as_json=json, console=_out)
+        return
+    choice = explain_kernels(
+        device,
+        dtype=dtype,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        layout=layout,
+        rows=rows,
+        queries=queries,
+        keys=keys,
+        causal=causal,
+        bucket=bucket,
+    )
+    print_choice(choice, as_json=json, console=_out)
 
 
 @app.command()
@@ -323,6 +376,12 @@ def bench(
 
 
 register_explain(app, _out)
+
+
+def _cache_folder(backend: str) -> Path | None:
+    """The folder that the environment names, for a backend that has a use for it."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    return Path(folder) if folder and backend == defaults.COMPILING_BACKEND else None
 
 
 def _backend(flag: str | None) -> str:

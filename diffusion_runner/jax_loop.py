@@ -1,12 +1,13 @@
 """The denoise loop in JAX: all steps and layers are one compiled program, the pool donated.
 
-``torch_loop.py`` is the same loop, step by step.
+``torch_loop.py`` is the same loop, step by step. The program can be exported and loaded, so that
+a worker traces nothing: :meth:`JaxLoop.export`, :meth:`JaxLoop.load`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.jax_gpu.compiled import check_donation
+from backends.jax_gpu.donation import run_donated
+from backends.jax_gpu.export import ExportedProgram, export_program, load_program
 from diffusion_runner.loop import KvCache, LoopResult, Wave
 from diffusion_runner.model import schedule
 from diffusion_runner.model.config import DigitsConfig
@@ -32,6 +36,11 @@ class _Prepared(NamedTuple):
     image_positions: jax.Array  #: [rows * image tokens] indices into the T packed tokens
 
 
+def _program_name(rows_per_request: int) -> str:
+    """What an exported loop is called: all that it fixes beside its arguments."""
+    return f"denoise, {rows_per_request} rows for each request"
+
+
 class JaxLoop:
     """Runs waves of requests; holds the weights on the device and the compiled programs."""
 
@@ -42,50 +51,93 @@ class JaxLoop:
         self._config = config
         self._params = load_params(weights)
         self._programs: dict[Any, Any] = {}
+        self._loaded: list[ExportedProgram] = []
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """The compiled programs, for :mod:`backends.jax_gpu.compiled`."""
+        return tuple(self._programs.values())
 
     def run(self, cache: KvCache, wave: Wave) -> LoopResult:
-        """Denoise one wave; the pool in ``cache`` is consumed and replaced."""
-        first = self._prepare(cache, wave.first)
-        later = first if wave.later is None else self._prepare(cache, wave.later)
-        times = np.asarray(schedule.timesteps(wave.steps), dtype=np.float32)
+        """Denoise one wave; the pool in ``cache`` is consumed and replaced.
+
+        Raises:
+            PoolError: the program would copy the pool, or did, since a view of it is alive.
+        """
         plan = cache.pool.plan
-        arguments = (
-            self._params,
-            cache.pool.portable(),  # one program for all layouts
-            first,
-            later,
-            jnp.asarray(wave.noise),
-            times,
-            np.float32(wave.guidance),
-        )
-        program, compile_seconds = self._compile(wave.rows_per_request, arguments)
+        pool, arguments = self._arguments(cache, wave)
+        program, compile_seconds = self._compile(wave.rows_per_request, pool, arguments)
         started = time.perf_counter()
-        sample, pool = program(*arguments)
+        sample, pool = run_donated("the denoise loop", program, pool, *arguments)
         self._engine.synchronize(pool)
         cache.pool = pool.placed_as(plan)
         return LoopResult(
             patches=np.asarray(sample),
             seconds=time.perf_counter() - started,
             compile_seconds=compile_seconds,
-            kernel=first.batch.kernel,
+            kernel=arguments[1].batch.kernel,
         )
 
-    def _compile(self, rows_per_request: int, arguments: tuple[Any, ...]) -> tuple[Any, float]:
+    def export(
+        self, cache: KvCache, wave: Wave, *, platforms: Sequence[str] | None = None
+    ) -> bytes:
+        """The program for waves of this shape, in all layouts; see :func:`export_program`.
+
+        The weights are arguments and no part of it. Nothing is compiled or consumed.
+        """
+        pool, arguments = self._arguments(cache, wave)
+        name = _program_name(wave.rows_per_request)
+        denoise = partial(self._denoise, wave.rows_per_request)
+        return export_program(name, denoise, pool, *arguments, platforms=platforms)
+
+    def load(self, data: bytes) -> None:
+        """Run waves of the shape of an exported program with it, instead of tracing one.
+
+        Raises:
+            PoolError: see :func:`load_program`.
+        """
+        self._loaded.append(load_program(data))
+
+    def _arguments(self, cache: KvCache, wave: Wave) -> tuple[Any, tuple[Any, ...]]:
+        """The pool and all else that :meth:`_denoise` takes."""
+        first = self._prepare(cache, wave.first)
+        later = first if wave.later is None else self._prepare(cache, wave.later)
+        return (
+            cache.pool.portable(),  # one program for all layouts
+            (
+                self._params,
+                first,
+                later,
+                jnp.asarray(wave.noise),
+                np.asarray(schedule.timesteps(wave.steps), dtype=np.float32),
+                np.float32(wave.guidance),
+            ),
+        )
+
+    def _compile(
+        self, rows_per_request: int, pool: Any, arguments: tuple[Any, ...]
+    ) -> tuple[Any, float]:
         """The program for these shapes, compiled ahead so that its time is seen apart."""
-        leaves, structure = jax.tree.flatten(arguments)
+        leaves, structure = jax.tree.flatten((pool, *arguments))
         key = (rows_per_request, structure, tuple((x.shape, x.dtype) for x in leaves))
-        if key in self._programs:
-            return self._programs[key], 0.0
         started = time.perf_counter()
-        jitted = jax.jit(partial(self._denoise, rows_per_request), donate_argnums=1)
-        self._programs[key] = jitted.lower(*arguments).compile()
+        if key not in self._programs:
+            name = _program_name(rows_per_request)
+            for program in self._loaded:
+                if program.name == name and program.serves(pool, *arguments):
+                    check_donation(program.compile(pool, *arguments), pool)
+                    return program, time.perf_counter() - started
+            jitted = jax.jit(partial(self._denoise, rows_per_request), donate_argnums=0)
+            compiled = jitted.lower(pool, *arguments).compile()
+            check_donation(compiled, pool)
+            self._programs[key] = compiled
         return self._programs[key], time.perf_counter() - started
 
     def _denoise(
         self,
         rows_per_request: int,
-        params: Any,
         pool: Any,
+        params: Any,
         first: _Prepared,
         later: _Prepared,
         noise: jax.Array,

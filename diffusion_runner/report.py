@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from diffusion_runner.compare import Comparison
@@ -15,6 +17,9 @@ from diffusion_runner.run import RunResult
 from diffusion_runner.scoring import REQUIRED_AGREEMENT, EngineScore
 from diffusion_runner.settings import PICTURE_TOLERANCE
 from layout_core import KVCacheLayout
+
+if TYPE_CHECKING:
+    from backends.torch_cuda.choice import Choice
 
 
 def run_record(result: RunResult) -> dict[str, Any]:
@@ -218,6 +223,29 @@ def print_doctor(report: Report, *, as_json: bool, console: Console) -> None:
     for entry in report.backends:
         if entry.problem is not None:
             console.print(f"{entry.backend} on {entry.device}: {entry.problem}", soft_wrap=True)
+
+
+def print_choice(choice: Choice, *, as_json: bool, console: Console) -> None:
+    """Which kernel serves a step, and why not the others."""
+    if as_json:
+        print(json.dumps(asdict(choice), indent=2))
+        return
+    console.print(f"torch_cuda on {choice.device}: kernel [bold]{choice.kernel}[/]")
+    if choice.assumed is not None:
+        major, minor = choice.assumed.capability
+        console.print(
+            f"no CUDA device is here; one of compute capability {major}.{minor} with "
+            f"{choice.assumed.num_sms} processors was assumed",
+            soft_wrap=True,
+        )
+    table = Table()
+    table.add_column("kernel")
+    table.add_column("why not")
+    for name, reason in choice.kernels:
+        table.add_row(name, "[green]taken[/]" if reason is None else escape(reason))
+    console.print(table)
+    for note in choice.notes:
+        console.print(escape(note), soft_wrap=True)
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -238,9 +238,21 @@ def _request_id(index: int) -> str:
 
 def generate(settings: RunSettings, *, console: Console) -> RunResult:
     """Load the engine of ``settings`` and draw."""
-    runner = Runner(backends.load(settings.backend, device=settings.device))
+    engine = backends.load(settings.backend, device=settings.device)
+    if settings.compilation_cache is not None:
+        _use_compilation_cache(settings.compilation_cache)
+    runner = Runner(engine)
     with progress_bar(console) as progress:
         return runner.generate(settings, progress=progress)
+
+
+def _use_compilation_cache(folder: Path) -> None:
+    from backends.jax_gpu.caching import use_compilation_cache
+
+    try:
+        use_compilation_cache(folder)
+    except OSError as error:
+        raise RunError(f"compilation_cache: cannot make {folder}: {error.strerror}") from error
 
 
 def save_pictures(result: RunResult, path: Path) -> None:

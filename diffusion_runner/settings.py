@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from diffusion_runner.errors import RunError
 from diffusion_runner.model.schedule import DEFAULT_GUIDANCE, DEFAULT_STEPS
@@ -12,6 +13,7 @@ from layout_core import DTYPES, DType, KVCacheLayout
 DEFAULT_SEED = 0
 DEFAULT_BLOCK_SIZE = 8
 DEFAULT_BATCH_SIZE = 10
+COMPILING_BACKEND = "jax_gpu"
 KV_DTYPES = ("float32", "float16", "bfloat16")
 DEFAULT_KV_DTYPE = DTYPES["float32"]
 
@@ -45,6 +47,8 @@ class RunSettings:
         prefix_caching: share full blocks of equal prompts between requests.
         kv_dtype: element type of the pool.
         pool_blocks: blocks of the pool, the null block included; ``None`` sizes it to the batch.
+        compilation_cache: folder of JAX's persistent compilation cache, for a backend that
+            compiles its loop; ``None`` leaves JAX as it is.
     """
 
     prompts: tuple[str, ...]
@@ -61,6 +65,7 @@ class RunSettings:
     prefix_caching: bool = True
     kv_dtype: DType = DEFAULT_KV_DTYPE
     pool_blocks: int | None = None
+    compilation_cache: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -82,6 +87,11 @@ class RunSettings:
         if self.pool_blocks is not None and self.pool_blocks < 2:
             raise RunError(
                 f"pool_blocks: expected >= 2 (block 0 is the null block), got {self.pool_blocks}"
+            )
+        if self.compilation_cache is not None and self.backend != COMPILING_BACKEND:
+            raise RunError(
+                f"compilation_cache: backend {self.backend!r} compiles no loop; expected "
+                f"{COMPILING_BACKEND!r}"
             )
 
     @property

@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from layout_core.placement import pool_bytes_per_block as pool_bytes_per_block
     from layout_core.protocols import Engine as Engine
     from layout_core.protocols import Layer as Layer
+    from layout_core.protocols import PrefixIndex as PrefixIndex
     from layout_core.quant import KVQuantMode as KVQuantMode
     from layout_core.quant import get_kv_quant_mode as get_kv_quant_mode
     from layout_core.recognise import recognise_layout as recognise_layout
@@ -216,7 +217,7 @@ _NAMES: Final = {
     "legality": "LEGAL_COMBINATIONS Legality",
     "owners": "ByteOwners OwnedByte owners_of_byte",
     "placement": "plan_tensors pool_bytes_per_block",
-    "protocols": "Engine Layer",
+    "protocols": "Engine Layer PrefixIndex",
     "quant": "KVQuantMode get_kv_quant_mode",
     "recognise": "recognise_layout",
     "resolution": (

@@ -21,6 +21,15 @@ Layer = int | str | LayerView
 
 
 @runtime_checkable
+class PrefixIndex(Protocol):
+    """Who knows which blocks hold published prefixes: a block manager."""
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every published prefix. Returns how many blocks that were."""
+        ...
+
+
+@runtime_checkable
 class Engine(Protocol[ArrayT, PoolT, BatchT]):
     """Executes a :class:`~layout_core.views.ResolvedLayout`: allocator and paged attention.
 
@@ -106,6 +115,16 @@ class Engine(Protocol[ArrayT, PoolT, BatchT]):
         """Copy whole blocks ``(src, dst)`` in every layer of a group.
 
         Destinations are distinct and no sources, else it raises.
+        """
+        ...
+
+    def clear(self, pool: PoolT, *, prefix_index: PrefixIndex | None = None) -> PoolT:
+        """Zero every byte of a pool.
+
+        torch zeroes it where it lies and returns it, so that a captured CUDA graph stays valid;
+        JAX returns a new pool and has consumed the old. The index, where one is given, forgets
+        its prefixes first: one that is gone is never found. A request that is admitted keeps
+        its blocks, and has to run its first step again.
         """
         ...
 

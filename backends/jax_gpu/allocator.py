@@ -15,8 +15,61 @@ from layout_core.serving import check_servable
 from layout_core.views import ResolvedLayout
 
 
+class PoolWords:
+    """An array laid out by a plan, and who consumed it: a pool, of one device or of many."""
+
+    __slots__ = ("_consumed_by", "_plan", "_words")
+
+    def __init__(self, words: Any, plan: PoolPlan) -> None:
+        self._words = words
+        self._plan = plan
+        self._consumed_by: str | None = None
+
+    @property
+    def plan(self) -> PoolPlan:
+        """The plan as this engine addresses it."""
+        return self._plan
+
+    @property
+    def resolved(self) -> ResolvedLayout:
+        """The plan as the core resolved it."""
+        return self._plan.resolved
+
+    @property
+    def addresses(self) -> Any:
+        """Where the layers lie, int32 ``[layers, 5]``."""
+        return self._plan.addresses
+
+    @property
+    def words(self) -> jax.Array:
+        """The array itself.
+
+        Raises:
+            PoolError: the pool was consumed.
+        """
+        if self._consumed_by is not None:
+            raise PoolError(
+                f"pool: it was consumed by {self._consumed_by}; use the pool that the call returned"
+            )
+        words = self._words
+        if isinstance(words, jax.Array) and not is_traced(words) and words.is_deleted():
+            raise PoolError(
+                "pool: it was consumed by a program that it was donated to; use the pool that "
+                "the program returned"
+            )
+        return words  # type: ignore[no-any-return]  # a leaf may be anything inside JAX
+
+    def consume(self, by: str) -> None:
+        """Mark the pool as gone; ``by`` is named to whoever uses it again."""
+        self._consumed_by = by
+
+    @property
+    def _state(self) -> str:
+        return "" if self._consumed_by is None else f", consumed by {self._consumed_by}"
+
+
 @jax.tree_util.register_pytree_node_class
-class JaxPool:
+class JaxPool(PoolWords):
     """A paged K/V pool: ``words [num_rows, words_per_row]`` and the plan they are laid out by.
 
     A pytree with one leaf, so it goes through ``jit``, ``scan`` and ``shard_map`` and can be
@@ -28,18 +81,11 @@ class JaxPool:
     plans that differ only in these, another layout for one; see :meth:`portable`.
     """
 
-    __slots__ = ("_addresses", "_consumed_by", "_plan", "_words")
+    __slots__ = ("_addresses",)
 
     def __init__(self, words: Any, plan: PoolPlan, addresses: Any = None) -> None:
-        self._words = words
-        self._plan = plan
+        super().__init__(words, plan)
         self._addresses = addresses
-        self._consumed_by: str | None = None
-
-    @property
-    def plan(self) -> PoolPlan:
-        """The plan as this engine addresses it."""
-        return self._plan
 
     @property
     def resolved(self) -> ResolvedLayout:
@@ -83,32 +129,9 @@ class JaxPool:
             raise PoolError("plan: it has other layers, or a pool of another size, than this pool")
         return JaxPool(self.words, plan)
 
-    @property
-    def words(self) -> jax.Array:
-        """The array itself.
-
-        Raises:
-            PoolError: the pool was consumed.
-        """
-        if self._consumed_by is not None:
-            raise PoolError(
-                f"pool: it was consumed by {self._consumed_by}; use the pool that the call returned"
-            )
-        words = self._words
-        if isinstance(words, jax.Array) and not is_traced(words) and words.is_deleted():
-            raise PoolError(
-                "pool: it was consumed by a program that it was donated to; use the pool that "
-                "the program returned"
-            )
-        return words  # type: ignore[no-any-return]  # a leaf may be anything inside JAX
-
     def with_words(self, words: Any) -> JaxPool:
         """A pool of the same plan with other words."""
         return JaxPool(words, self._plan, self._addresses)
-
-    def consume(self, by: str) -> None:
-        """Mark the pool as gone; ``by`` is named to whoever uses it again."""
-        self._consumed_by = by
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], PoolPlan]:
         if self.is_portable:
@@ -120,12 +143,11 @@ class JaxPool:
         return cls(leaves[0], plan, *leaves[1:])
 
     def __repr__(self) -> str:
-        state = "" if self._consumed_by is None else f", consumed by {self._consumed_by}"
         rows, width = self._plan.shape
         return (
             f"JaxPool({'portable' if self.is_portable else self.resolved.layout.name}, "
             f"{rows} rows of {width} uint"
-            f"{self._plan.geometry.word_bits}{state})"
+            f"{self._plan.geometry.word_bits}{self._state})"
         )
 
 
@@ -134,8 +156,11 @@ def is_traced(*arrays: object) -> bool:
     return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
-def allocate(resolved: ResolvedLayout, device: jax.Device) -> JaxPool:
+def allocate(resolved: ResolvedLayout, device: jax.Device, plan: PoolPlan | None = None) -> JaxPool:
     """A zeroed pool of ``resolved.size_bytes`` bytes.
+
+    Args:
+        plan: of ``resolved``, where it is at hand.
 
     Raises:
         UnsupportedError: a layer that no engine serves, or an element type that this one
@@ -143,20 +168,25 @@ def allocate(resolved: ResolvedLayout, device: jax.Device) -> JaxPool:
         IndexLimitError: the rows of the pool do not fit int32; nothing is allocated.
     """
     check_servable(resolved)
-    plan = PoolPlan(resolved)
+    plan = PoolPlan(resolved) if plan is None else plan
     words = jnp.zeros(plan.shape, WORD_DTYPES[plan.geometry.word_bits], device=device)
     return JaxPool(words, plan)
 
 
-def load_bytes(resolved: ResolvedLayout, data: bytes, device: jax.Device) -> JaxPool:
+def load_bytes(
+    resolved: ResolvedLayout, data: bytes, device: jax.Device, plan: PoolPlan | None = None
+) -> JaxPool:
     """A pool that holds a copy of ``data``.
+
+    Args:
+        plan: of ``resolved``, where it is at hand.
 
     Raises:
         PoolError: ``data`` is not ``resolved.size_bytes`` long.
         UnsupportedError, IndexLimitError: as :func:`allocate`.
     """
     check_servable(resolved)
-    plan = PoolPlan(resolved)
+    plan = PoolPlan(resolved) if plan is None else plan
     if len(data) != resolved.size_bytes:
         raise PoolError(
             f"data: expected {resolved.size_bytes} bytes, as many as the plan has, got {len(data)}"

@@ -10,13 +10,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from backends.jax_gpu.allocator import is_traced
-from backends.jax_gpu.kernels.select import select_kernel
+from backends.jax_gpu.kernels.base import BatchArrays, BoundWork, KernelCase
+from backends.jax_gpu.kernels.select import Toolkit, select_kernel
 from backends.jax_gpu.paging import PlanTemplate, PoolPlan
 from layout_core.errors import RowError
 from layout_core.rows import BlockTables, Bucket, PagedAttentionRow
@@ -33,7 +34,7 @@ class BatchShape:
     plan: PoolPlan
     group: int
     num_heads: int  #: query heads
-    kernel: str
+    bound: BoundWork  #: the kernel that runs, and what it chose
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,18 +43,6 @@ class BatchHost:
 
     step: StepPlan
     tables: BlockTables
-
-
-class BatchArrays(NamedTuple):
-    """The data of a batch: ``T`` tokens, ``R`` rows, ``M`` table entries a row; all int32."""
-
-    block_table: jax.Array  #: [R, M], blocks as the layers' views count them
-    cu_seqlens: jax.Array  #: [R + 1], first query of each row
-    row_lo: jax.Array  #: [R], first key that a query of the row sees
-    row_hi: jax.Array  #: [R], end of the keys that queries of the row see
-    lo: jax.Array  #: [T]
-    hi: jax.Array  #: [T]
-    slots: jax.Array  #: [T], −1 where nothing is written
 
 
 @jax.tree_util.register_pytree_node_class
@@ -68,7 +57,7 @@ class JaxBatch:
     @property
     def kernel(self) -> str:
         """The kernel that runs."""
-        return self.shape.kernel
+        return self.shape.bound.kernel.name
 
     @property
     def resolved(self) -> ResolvedLayout:
@@ -123,6 +112,7 @@ def make_batch(
     rows: Sequence[PagedAttentionRow],
     tables: BlockTables,
     device: jax.Device,
+    toolkit: Toolkit,
     *,
     visibility: Visibility,
     num_heads: int,
@@ -142,8 +132,22 @@ def make_batch(
         resolved, rows, tables, visibility=visibility, group=group, spans=spans, bucket=bucket
     )
     plan = PoolPlan(resolved) if plan is None else plan
-    shape = BatchShape(plan, group, num_heads, select_kernel(kernel, device.platform))
+    bound = select_kernel(kernel, kernel_case(plan, step, num_heads, toolkit.platform), toolkit)
+    shape = BatchShape(plan, group, num_heads, bound)
     return _to_device(shape, BatchHost(step, tables), device)
+
+
+def kernel_case(plan: PoolPlan, step: StepPlan, num_heads: int, platform: str) -> KernelCase:
+    """What a kernel must serve: a step's shapes, and the kinds of layers of its group."""
+    layers = plan.resolved.group_layers(step.group)
+    return KernelCase(
+        platform=platform,
+        num_heads=num_heads,
+        cells=tuple(dict.fromkeys(plan.cells[index] for index in layers)),
+        num_tokens=step.num_tokens,
+        num_rows=step.num_rows,
+        max_keys=step.max_blocks * step.block_size,
+    )
 
 
 def update_batch(
@@ -164,6 +168,15 @@ def update_batch(
     step = batch.host.step
     if batch.host.tables is tables and step.matches(rows, tables.version):
         return batch
+    return _to_device(batch.shape, BatchHost(replan(step, rows, tables), tables), device)
+
+
+def replan(step: StepPlan, rows: Sequence[PagedAttentionRow], tables: BlockTables) -> StepPlan:
+    """A step of the same shapes, rule and spans with other rows or tables.
+
+    Raises:
+        RowError: the rows do not fit the shapes.
+    """
     new = plan_step(
         step.resolved,
         rows,
@@ -173,21 +186,35 @@ def update_batch(
         spans=step.spans,
         bucket=step.bucket,
     )
+    check_same_shapes(step, new)
+    return new
+
+
+def check_same_shapes(old: StepPlan, new: StepPlan) -> None:
+    """Raise unless a new step fits the arrays of an old one.
+
+    Raises:
+        RowError: names the count that differs.
+    """
     for name in ("num_tokens", "num_rows", "max_blocks"):
-        want, got = getattr(step, name), getattr(new, name)
+        want, got = getattr(old, name), getattr(new, name)
         if want != got:
             raise RowError(
                 f"rows: update keeps the shapes of the batch, which has {name} {want}; the new "
                 f"rows need {got}. Give prepare a bucket to leave room"
             )
-    return _to_device(batch.shape, BatchHost(new, tables), device)
 
 
 def _to_device(shape: BatchShape, host: BatchHost, device: jax.Device) -> JaxBatch:
-    step = host.step
+    arrays = host_arrays(host.step, shape.bound)
+    return JaxBatch(shape, BatchArrays(*jax.device_put(tuple(arrays), device)), host)
+
+
+def host_arrays(step: StepPlan, bound: BoundWork) -> BatchArrays:
+    """The data of a step as NumPy arrays."""
     lo, hi = _int32(step.lo), _int32(step.hi)
     row_lo, row_hi = _row_ranges(lo, hi, _int32(step.cu_seqlens))
-    arrays = (
+    arrays: tuple[Any, ...] = (
         _int32(step.block_table).reshape(step.num_rows, step.max_blocks),
         _int32(step.cu_seqlens),
         row_lo,
@@ -195,8 +222,9 @@ def _to_device(shape: BatchShape, host: BatchHost, device: jax.Device) -> JaxBat
         lo,
         hi,
         np.frombuffer(step.slots, dtype=np.int64).astype(np.int32),
+        bound.kernel.tables(bound.work, step),
     )
-    return JaxBatch(shape, BatchArrays(*jax.device_put(arrays, device)), host)
+    return BatchArrays(*arrays)
 
 
 Int32 = np.ndarray[Any, np.dtype[np.int32]]

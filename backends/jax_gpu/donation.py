@@ -1,18 +1,20 @@
 """Donation: a program that changes a pool takes its memory over; and the check that it does.
 
 Nothing of the pool's size is copied then. JAX gives up a donation in silence while a NumPy or
-DLPack view of the array is alive; the strict mode of the engine, and :func:`check_donation` for
-programs of your own, make that an error.
+DLPack view of the array is alive, or where the program cannot work in place. The strict mode of
+the engine makes both an error. For programs of your own, look at the compiled one with
+:func:`backends.jax_gpu.compiled.check_donation`, and run it with :func:`run_donated`.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from backends.jax_gpu.allocator import JaxPool, is_traced
+from backends.jax_gpu.compiled import check_in_place
 from layout_core.errors import PoolError
 
 
@@ -46,11 +48,8 @@ class Donation:
         result: tuple[Any, ...] = program(words, *arguments)
         if is_traced(*result):  # called with plain arrays while another program is being built
             return result
-        if self.strict and not words.is_deleted():
-            raise PoolError(
-                f"pool: {by} copied it instead of changing it in place, because a NumPy or DLPack "
-                "view of it is alive; drop the view. The pool given is unchanged and usable"
-            )
+        if self.strict:
+            _check_gone(by, words)
         pool.consume(by)
         return result
 
@@ -67,39 +66,26 @@ class Donation:
         self._in_place.add(signature)
 
 
-def check_donation(compiled: Any, pool: JaxPool) -> None:
-    """Raise unless a compiled program changes the pool in place.
+def run_donated(by: str, program: Callable[..., Any], pool: JaxPool, *arguments: Any) -> Any:
+    """The result of ``program(pool, *arguments)``, which donates its first argument.
 
     Args:
-        compiled: of a program of your own that takes and returns the pool:
-            ``jax.jit(f, donate_argnames="pool").lower(...).compile()``.
-        pool: the pool, for its shape and size; it is not touched.
+        by: what the program is called in messages.
+        program: compiled or jitted with ``donate_argnums=0``.
 
     Raises:
-        PoolError: the program does not alias the pool's memory, or it holds a copy or a
-            conversion of an array of the pool's shape.
+        PoolError: the pool was copied; it is unchanged and usable, and the result is dropped.
     """
-    check_in_place(compiled, pool.plan.shape, pool.plan.resolved.size_bytes)
+    words = pool.words
+    result = program(pool, *arguments)
+    _check_gone(by, words)
+    pool.consume(by)
+    return result
 
 
-def check_in_place(compiled: Any, shape: tuple[int, int], size_bytes: int) -> None:
-    """:func:`check_donation` on a pool's shape and size."""
-    aliased = compiled.memory_analysis().alias_size_in_bytes
-    if aliased < size_bytes:
+def _check_gone(by: str, words: jax.Array) -> None:
+    if not words.is_deleted():
         raise PoolError(
-            f"pool: the compiled program aliases {aliased} bytes, the pool has {size_bytes}; was "
-            "it donated?"
+            f"pool: {by} copied it instead of changing it in place, because a NumPy or DLPack "
+            "view of it is alive; drop the view. The pool given is unchanged and usable"
         )
-    copies = pool_sized_copies(compiled.as_text(), shape)
-    if copies:
-        raise PoolError(
-            f"pool: the compiled program has {len(copies)} copies of the pool's shape, the first "
-            f"is {copies[0]!r}"
-        )
-
-
-def pool_sized_copies(hlo: str, shape: tuple[int, int]) -> list[str]:
-    """The lines of an optimised HLO text that copy or convert an array of this shape."""
-    dims = ",".join(str(size) for size in shape)
-    pattern = re.compile(rf"= \w+\[{dims}\]\S* (copy|copy-start|convert|transpose)\(")
-    return [line.strip() for line in hlo.splitlines() if pattern.search(line)]

@@ -13,17 +13,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from backends.jax_gpu import allocator, dtypes, paged, writing
+from backends.jax_gpu import allocator, dtypes, paged, sharing, writing
 from backends.jax_gpu.allocator import JaxPool, host_view
 from backends.jax_gpu.batch import JaxBatch, make_batch, update_batch
 from backends.jax_gpu.dense import JaxAttentionBackend
 from backends.jax_gpu.device import find_device
 from backends.jax_gpu.donation import Donation
-from backends.jax_gpu.kernels.select import kernel_names
+from backends.jax_gpu.kernels.select import Toolkit, kernel_names, toolkit_for
 from backends.jax_gpu.layers import AnyLayer
+from backends.jax_gpu.paging import PoolPlan
+from backends.jax_gpu.sharing import Loan
 from layout_core.attention import AttentionBackend
 from layout_core.errors import TensorError
+from layout_core.protocols import PrefixIndex
 from layout_core.rows import BlockTables, Bucket, PagedAttentionRow
+from layout_core.serving import check_servable
 from layout_core.views import ResolvedLayout
 from layout_core.visibility import Spans, Visibility
 
@@ -40,6 +44,7 @@ def create_engine(device: str | None = None, *, strict_donation: bool = False) -
 
     Raises:
         DeviceError: the device is not there.
+        MissingPackageError: a GPU, and what its kernels need is not installed.
     """
     name, found = find_device(device)
     return JaxEngine(name, found, strict_donation)
@@ -52,10 +57,18 @@ class JaxEngine:
     can mean have equal shapes.
     """
 
-    def __init__(self, name: str, device: jax.Device, strict_donation: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: jax.Device,
+        strict_donation: bool = False,
+        toolkit: Toolkit | None = None,
+    ) -> None:
         self._device_name = name
         self._device = device
+        self._toolkit = toolkit_for(device) if toolkit is None else toolkit
         self._donation = Donation(strict_donation)
+        self._plan: PoolPlan | None = None
 
     @property
     def name(self) -> str:
@@ -70,24 +83,60 @@ class JaxEngine:
     @property
     def kernels(self) -> tuple[str, ...]:
         """Names that ``prepare(kernel=...)`` accepts beside ``auto``."""
-        return kernel_names()
+        return kernel_names(self._toolkit)
 
     def __repr__(self) -> str:
         return f"JaxEngine(device={self._device_name!r}, strict_donation={self._donation.strict})"
+
+    def _plan_of(self, resolved: ResolvedLayout) -> PoolPlan:
+        """The plan as it was addressed last, or anew: a pool and its batches share one, which is
+        compared by identity at every call of a program.
+        """
+        plan = self._plan
+        if plan is None or plan.resolved is not resolved:
+            check_servable(resolved)
+            plan = self._plan = PoolPlan(resolved)
+        return plan
 
     # The allocation.
 
     def allocate(self, resolved: ResolvedLayout) -> JaxPool:
         """One zeroed allocation of ``resolved.size_bytes``; see :func:`allocator.allocate`."""
-        return allocator.allocate(resolved, self._device)
+        return allocator.allocate(resolved, self._device, self._plan_of(resolved))
 
     def load_bytes(self, resolved: ResolvedLayout, data: bytes) -> JaxPool:
         """A pool that holds ``data``; see :func:`allocator.load_bytes`."""
-        return allocator.load_bytes(resolved, data, self._device)
+        return allocator.load_bytes(resolved, data, self._device, self._plan_of(resolved))
 
     def pool_bytes(self, pool: JaxPool) -> bytes:
         """The whole allocation, in address order."""
         return allocator.pool_bytes(pool)
+
+    def lend(self, pool: JaxPool) -> Loan:
+        """Lend the pool's memory to another framework by DLPack; consumes the pool.
+
+        Raises:
+            PoolError: see :func:`sharing.lend`.
+        """
+        return sharing.lend(pool)
+
+    def import_pool(
+        self, resolved: ResolvedLayout, exporter: Any, *, copy: bool = False
+    ) -> JaxPool:
+        """A pool with the bytes of another framework's memory; see :func:`sharing.import_pool`.
+
+        Raises:
+            PoolError: ``copy`` is false, or the memory is not of the plan's size and type.
+        """
+        return sharing.import_pool(resolved, exporter, self._device, copy=copy)
+
+    def clear(self, pool: JaxPool, *, prefix_index: PrefixIndex | None = None) -> JaxPool:
+        """A pool of zeros in the memory of this one, which is consumed; see ``Engine.clear``.
+
+        Raises:
+            PoolError: as :meth:`write`.
+        """
+        return writing.clear(pool, prefix_index, self._donation)
 
     def synchronize(self, pool: JaxPool) -> None:
         """Wait until the program that returned ``pool`` is done."""
@@ -138,7 +187,7 @@ class JaxEngine:
             BlockTableError: a slot out of range.
             PoolError: a pool that was consumed; in strict mode one that would be copied.
         """
-        return writing.write(pool, layer, key, value, slots, self._donation)
+        return writing.write(pool, layer, key, value, slots, self._donation, self._toolkit.moves)
 
     def copy_blocks(
         self, pool: JaxPool, pairs: Sequence[tuple[int, int]], *, group: int = 0
@@ -150,7 +199,7 @@ class JaxEngine:
                 or is the null block.
             PoolError: as :meth:`write`.
         """
-        return writing.copy_blocks(pool, pairs, group, self._donation)
+        return writing.copy_blocks(pool, pairs, group, self._donation, self._toolkit.moves)
 
     # Attention.
 
@@ -170,7 +219,7 @@ class JaxEngine:
         """Everything a step needs on the device, for one group's layers with one visibility.
 
         A pytree: pass it to your programs. With a ``bucket``, other lengths in it compile no
-        new program. ``kernel`` is ``auto`` or a name of :data:`kernels.select.KERNELS`.
+        new program. ``kernel`` is ``auto`` or one of :attr:`kernels`.
 
         Raises:
             RowError, BlockTableError, VisibilityError: see :func:`layout_core.step.plan_step`.
@@ -182,12 +231,14 @@ class JaxEngine:
             rows,
             tables,
             self._device,
+            self._toolkit,
             visibility=visibility,
             num_heads=num_heads,
             group=group,
             spans=spans,
             kernel=kernel,
             bucket=bucket,
+            plan=self._plan_of(resolved),
         )
 
     def update(

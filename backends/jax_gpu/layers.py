@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backends.jax_gpu.allocator import JaxPool
+from backends.jax_gpu.allocator import PoolWords
 from backends.jax_gpu.paging import Address, CellShape, as_address
 from layout_core.dtypes import DType
 from layout_core.errors import BlockTableError, TensorError, UnsupportedError
@@ -22,7 +22,7 @@ AnyLayer = Layer | jax.Array
 
 
 def place_of(
-    pool: JaxPool, layer: AnyLayer, group: int | None = None
+    pool: PoolWords, layer: AnyLayer, group: int | None = None
 ) -> tuple[LayerView, CellShape, Address]:
     """A layer's view, shape and place. A traced one looks its place up inside the program.
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from backends.jax_gpu.allocator import JaxPool, is_traced
-from backends.jax_gpu.batch import BatchArrays, JaxBatch
+from backends.jax_gpu.batch import JaxBatch
 from backends.jax_gpu.donation import Donation
 from backends.jax_gpu.dtypes import QUERY_DTYPES
-from backends.jax_gpu.kernels import xla
+from backends.jax_gpu.kernels.base import BatchArrays, Program, Scalars
 from backends.jax_gpu.layers import AnyLayer, check_stored, place_of
-from backends.jax_gpu.paging import Address, CellShape, write_cells
+from backends.jax_gpu.paging import Address
 from layout_core.dtypes import DType
 from layout_core.errors import PoolError, TensorError
 from layout_core.serving import check_array, check_same_plan, check_scalars
+from layout_core.views import LayerView
 
-Scalars = tuple[Any, Any, Any]
-"""What multiplies the scores, what multiplies the output, and the softcap or ``None``."""
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What the arrays of one call must be; with several ranks, of all ranks together."""
+
+    tokens: int
+    num_heads: int  #: query heads
+    view: LayerView  #: the layer; its KV heads are those of all ranks
 
 
 def forward_paged(
@@ -40,14 +48,52 @@ def forward_paged(
     words = pool.words
     _check_batch(pool, batch)
     view, cell, address = place_of(pool, layer, batch.group)
+    scalars = scalars_of(view, softmax_scale, softcap, k_scale, v_scale)
+    check_call(CallShape(batch.num_tokens, batch.shape.num_heads, view), query, key, value)
+    program = Program(cell, *batch.shape.bound)
+    arrays = batch.arrays  # not the batch: plans that differ share programs
+    if key is None:
+        if is_traced(words, query, arrays.lo, *address):
+            return attend(words, program, address, query, arrays, scalars), pool
+        return _attend_program(words, program, address, query, arrays, scalars), pool
+    arguments = (program, address, query, key, value, arrays, scalars)
+    if is_traced(words, query, key, value, arrays.lo, *address):
+        output, new = step(words, *arguments)
+    else:
+        output, new = donation.run("forward_paged", _step_program, pool, words, arguments)
+    return output, pool.with_words(new)
+
+
+def scalars_of(
+    view: LayerView, softmax_scale: float | None, softcap: float, k_scale: float, v_scale: float
+) -> Scalars:
+    """The numbers of a call, checked, as what they multiply.
+
+    Raises:
+        TensorError: a number out of range.
+    """
     check_scalars(softmax_scale, softcap, k_scale, v_scale)
-    tokens, query_dtype = batch.num_tokens, DType.parse(query.dtype)
+    scale = view.head_size**-0.5 if softmax_scale is None else softmax_scale
+    return (
+        np.float32(scale * k_scale),
+        np.float32(v_scale),
+        np.float32(softcap) if softcap else None,
+    )
+
+
+def check_call(shape: CallShape, query: Any, key: Any, value: Any) -> None:
+    """Raise unless the arrays of a call are what its batch and layer want.
+
+    Raises:
+        TensorError: a shape, a dtype, or one of K and V alone.
+    """
+    view, query_dtype = shape.view, DType.parse(query.dtype)
     check_array(
         "query",
         view.name,
         query.shape,
         query_dtype,
-        expected_shape=(tokens, batch.shape.num_heads, cell.head_size),
+        expected_shape=(shape.tokens, shape.num_heads, view.head_size),
         expected_dtype=None,
     )
     if query_dtype.name not in QUERY_DTYPES:
@@ -58,24 +104,13 @@ def forward_paged(
     if (key is None) != (value is None):
         given = "value" if key is None else "key"
         raise TensorError(f"key, value: layer {view.name!r} expects both or neither, got {given}")
-    scale = cell.head_size**-0.5 if softmax_scale is None else softmax_scale
-    scalars: Scalars = (
-        np.float32(scale * k_scale),
-        np.float32(v_scale),
-        np.float32(softcap) if softcap else None,
-    )
-    arrays = batch.arrays  # not the batch: plans that differ share programs
-    if key is None:
-        if is_traced(words, query, arrays.lo, *address):
-            return _attend(words, cell, address, query, arrays, scalars), pool
-        return _attend_program(words, cell, address, query, arrays, scalars), pool
-    check_stored(view, tokens, key, value)
-    arguments = (cell, address, query, key, value, arrays, scalars)
-    if is_traced(words, query, key, value, arrays.lo, *address):
-        output, new = _step(words, *arguments)
-    else:
-        output, new = donation.run("forward_paged", _step_program, pool, words, arguments)
-    return output, pool.with_words(new)
+    if key is not None:
+        check_stored(view, shape.tokens, key, value)
+
+
+def of_all_ranks(view: LayerView, ranks: int) -> LayerView:
+    """A rank's view with the KV heads of all ranks: for checks of shapes, not for addressing."""
+    return replace(view, num_kv_heads=view.num_kv_heads * ranks)
 
 
 def _check_batch(pool: JaxPool, batch: JaxBatch) -> None:
@@ -92,36 +127,23 @@ def _check_batch(pool: JaxPool, batch: JaxBatch) -> None:
     batch.check_fresh()
 
 
-def _attend(
+def attend(
     words: jax.Array,
-    cell: CellShape,
+    program: Program,
     address: Address,
     query: jax.Array,
     arrays: BatchArrays,
     scalars: Scalars,
 ) -> jax.Array:
-    score_scale, value_scale, softcap = scalars
-    output, _ = xla.paged_attention(
-        words,
-        cell,
-        address,
-        query,
-        arrays.block_table,
-        arrays.cu_seqlens,
-        arrays.row_lo,
-        arrays.row_hi,
-        arrays.lo,
-        arrays.hi,
-        score_scale=score_scale,
-        value_scale=value_scale,
-        softcap=softcap,
-    )
+    """The output of a step whose K/V are written: pure, for use inside a program."""
+    cell, kernel, work = program
+    output, _ = kernel.attend(words, cell, address, query, arrays, scalars, work)
     return output
 
 
-def _step(
+def step(
     words: jax.Array,
-    cell: CellShape,
+    program: Program,
     address: Address,
     query: jax.Array,
     key: jax.Array,
@@ -129,10 +151,11 @@ def _step(
     arrays: BatchArrays,
     scalars: Scalars,
 ) -> tuple[jax.Array, jax.Array]:
+    """Write, then attend: ``(output, words)``, pure."""
     # the read depends on the write, so XLA changes the pool in place
-    words = write_cells(words, cell, address, key, value, arrays.slots)
-    return _attend(words, cell, address, query, arrays, scalars), words
+    words = program.kernel.write(words, program.cell, address, key, value, arrays.slots)
+    return attend(words, program, address, query, arrays, scalars), words
 
 
-_attend_program = jax.jit(_attend, static_argnums=1)
-_step_program = jax.jit(_step, static_argnums=1, donate_argnums=0)
+_attend_program = jax.jit(attend, static_argnums=1)
+_step_program = jax.jit(step, static_argnums=1, donate_argnums=0)

@@ -7,8 +7,9 @@ layers share a compiled program.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jax import lax
 
 from backends.jax_gpu.dtypes import array_dtype, from_words, to_words
 from layout_core.errors import IndexLimitError
+from layout_core.rows import PAD_SLOT
+from layout_core.serving import check_copy_pairs
 from layout_core.views import ResolvedLayout, RowGeometry, row_geometry
 
 INDEX_LIMIT = 2**31 - 1
@@ -201,13 +204,7 @@ def write_cells(
         )
     head = jnp.arange(heads, dtype=jnp.int32)
     slot = slots.astype(jnp.int32)[:, None]
-    # a slot of −1 gives some row here, which is replaced below
-    rows = (
-        address.offset
-        + lax.div(slot, cell.block_size) * address.block_stride
-        + lax.rem(slot, cell.block_size) * address.token_stride
-        + head * address.head_stride
-    )
+    rows = _rows_of_slots(cell, address, slot)  # a slot of −1 gives some row, replaced below
     past_end = num_rows + cell.rows_per_cell * (
         jnp.arange(tokens, dtype=jnp.int32)[:, None] * heads + head
     )
@@ -227,6 +224,71 @@ def write_cells(
         return _scatter(words, rows + key_rows, 0, values)
     joined = jnp.concatenate([key_words, value_words], axis=1)
     return _scatter(words, rows, 0, joined.reshape(-1, per_cell, width))
+
+
+def read_slots(
+    words: jax.Array, cell: CellShape, address: Address, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``key [T, H, D]`` and ``value [T, H, Dv]`` at ``slots [T]``; zeros for a slot outside the
+    layer's blocks, −1 above all.
+    """
+    slot = slots.astype(jnp.int32)[:, None]
+    kept = (slot >= 0) & (slot < address.num_slots)
+    key, value = read_cells(words, cell, _rows_of_slots(cell, address, jnp.where(kept, slot, 0)))
+
+    def or_zero(array: jax.Array) -> jax.Array:
+        words = to_words(array, array.itemsize * 8)  # a selection of floats changes NaN bits
+        kept_words = jnp.where(kept[..., None], words, jnp.zeros((), words.dtype))
+        return from_words(kept_words, array.dtype)
+
+    return or_zero(key), or_zero(value)
+
+
+def _rows_of_slots(cell: CellShape, address: Address, slot: jax.Array) -> jax.Array:
+    """First rows ``[T, H]`` of the cells of int32 slots ``[T, 1]``."""
+    return (
+        address.offset
+        + lax.div(slot, cell.block_size) * address.block_stride
+        + lax.rem(slot, cell.block_size) * address.token_stride
+        + jnp.arange(cell.num_kv_heads, dtype=jnp.int32) * address.head_stride
+    )
+
+
+class BlockCopies(NamedTuple):
+    """Copies of whole blocks in equal layers."""
+
+    cell: CellShape
+    layers: list[int]
+    source: np.ndarray[tuple[int], np.dtype[np.int32]]  #: [P], blocks as the views count them
+    target: np.ndarray[tuple[int], np.dtype[np.int32]]  #: [P], padded with −1
+
+
+def block_copies(
+    plan: PoolPlan, pairs: Sequence[tuple[int, int]], group: int, room: int
+) -> list[BlockCopies]:
+    """Copies of manager blocks in every layer of a group, one entry for each kind of cell.
+
+    Args:
+        room: at least the number of pairs; padded to a power of two, so that other numbers of
+            pairs run the same program.
+
+    Raises:
+        BlockTableError: see :func:`layout_core.serving.check_copy_pairs`.
+    """
+    sources, targets = check_copy_pairs(plan.resolved, pairs, group)
+    layers = plan.resolved.group_layers(group)
+    ratio = plan.resolved.layers[layers[0]].blocks_per_manager_block
+    count = (1 << max(room - 1, 0).bit_length()) * ratio
+
+    def padded(blocks: Sequence[int], padding: int) -> Any:
+        ids = [block * ratio + part for block in blocks for part in range(ratio)]
+        return np.array(ids + [padding] * (count - len(ids)), dtype=np.int32)
+
+    source, target = padded(sources, 0), padded(targets, PAD_SLOT)
+    alike: dict[CellShape, list[int]] = {}
+    for index in layers:
+        alike.setdefault(plan.cells[index], []).append(index)
+    return [BlockCopies(cell, indices, source, target) for cell, indices in alike.items()]
 
 
 def copy_cells(

@@ -11,11 +11,11 @@ from backends.torch_cuda import allocator, dtypes, paged
 from backends.torch_cuda.allocator import TorchPool
 from backends.torch_cuda.dense import TorchAttentionBackend
 from backends.torch_cuda.device import DEFAULT_DEVICE, resolve_device
-from backends.torch_cuda.kernels.select import kernel_names
+from backends.torch_cuda.kernels.select import Toolkit, kernel_names, toolkit_for
 from backends.torch_cuda.paged import TorchBatch
 from layout_core.attention import AttentionBackend
 from layout_core.dtypes import DType
-from layout_core.protocols import Layer
+from layout_core.protocols import Layer, PrefixIndex
 from layout_core.rows import BlockTables, Bucket, PagedAttentionRow
 from layout_core.views import ResolvedLayout
 from layout_core.visibility import Spans, Visibility
@@ -26,16 +26,27 @@ def create_engine(device: str | None = None) -> TorchEngine:
 
     Raises:
         DeviceError: the device is not there.
+        MissingPackageError: a CUDA device, and Triton is not installed.
     """
     return TorchEngine(device)
 
 
 class TorchEngine:
-    """Implements :class:`layout_core.protocols.Engine`; holds its device and no other state."""
+    """Implements :class:`layout_core.protocols.Engine`; holds its device and its kernels.
 
-    def __init__(self, device: str | None = None) -> None:
+    Args:
+        device: ``cpu`` (the default), ``cuda`` or ``cuda:N``.
+        toolkit: kernels to work with instead of the device's own.
+
+    Raises:
+        DeviceError: the device is not there.
+        MissingPackageError: a CUDA device, and Triton is not installed.
+    """
+
+    def __init__(self, device: str | None = None, *, toolkit: Toolkit | None = None) -> None:
         self._device = resolve_device(device)
         self._asked = DEFAULT_DEVICE if device is None else device
+        self._toolkit = toolkit_for(self._device) if toolkit is None else toolkit
 
     @property
     def name(self) -> str:
@@ -50,7 +61,12 @@ class TorchEngine:
     @property
     def kernels(self) -> tuple[str, ...]:
         """Names that ``prepare(kernel=...)`` accepts beside ``auto``."""
-        return kernel_names()
+        return kernel_names(self._toolkit)
+
+    @property
+    def toolkit(self) -> Toolkit:
+        """What the engine works with; see :mod:`backends.torch_cuda.kernels.select`."""
+        return self._toolkit
 
     def allocate(self, resolved: ResolvedLayout) -> TorchPool:
         """One zeroed allocation; see :func:`backends.torch_cuda.allocator.allocate`."""
@@ -65,7 +81,7 @@ class TorchEngine:
         slots: torch.Tensor,
     ) -> TorchPool:
         """Store K and V at slots; see :func:`backends.torch_cuda.paged.write`."""
-        return paged.write(pool, layer, key, value, slots)
+        return paged.write(self._toolkit.moves, pool, layer, key, value, slots)
 
     def prepare(
         self,
@@ -82,6 +98,7 @@ class TorchEngine:
     ) -> TorchBatch:
         """A step on the device; see :func:`backends.torch_cuda.paged.prepare`."""
         return paged.prepare(
+            self._toolkit,
             resolved,
             rows,
             tables,
@@ -132,7 +149,11 @@ class TorchEngine:
         self, pool: TorchPool, pairs: Sequence[tuple[int, int]], *, group: int = 0
     ) -> TorchPool:
         """Copy whole blocks; see :func:`backends.torch_cuda.paged.copy_blocks`."""
-        return paged.copy_blocks(pool, pairs, group=group)
+        return paged.copy_blocks(self._toolkit.moves, pool, pairs, group=group)
+
+    def clear(self, pool: TorchPool, *, prefix_index: PrefixIndex | None = None) -> TorchPool:
+        """Zero a pool where it lies; see :func:`backends.torch_cuda.paged.clear`."""
+        return paged.clear(pool, prefix_index)
 
     def pool_bytes(self, pool: TorchPool) -> bytes:
         """The whole allocation, in address order."""

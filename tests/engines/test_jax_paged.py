@@ -16,7 +16,7 @@ from jax import lax
 
 from backends.jax_gpu import JaxBatch, JaxPool, check_donation, create_engine, quantize
 from backends.jax_gpu import paged as paged_module
-from backends.jax_gpu.donation import pool_sized_copies
+from backends.jax_gpu.compiled import pool_sized_copies
 from backends.jax_gpu.kernels import xla
 from backends.jax_gpu.paging import PoolPlan
 from layout_core.errors import (
@@ -373,7 +373,7 @@ def test_check_donation_looks_at_a_program() -> None:
     planted = f"  %c = u32[{rows},{width}]{{1,0}} copy(%p)\n  %d = u32[{rows}]{{0}} copy(%p)"
     assert pool_sized_copies(planted, pool.plan.shape) == [planted.splitlines()[0].strip()]
     if copies:  # what XLA does here is its own affair; where it copies, the check says so
-        with pytest.raises(PoolError, match="copies of the pool's shape, the first is"):
+        with pytest.raises(PoolError, match="copies of the pool's size, the first is"):
             check_donation(compiled, pool)
     else:
         check_donation(compiled, pool)
@@ -584,7 +584,9 @@ def test_a_batch_of_another_group_is_refused() -> None:
 
 def test_kernels_are_chosen_by_name() -> None:
     assert batch_of(plan()).kernel == "xla"
-    with pytest.raises(UnsupportedError, match="kernel: expected 'auto' or one of xla, got 'sdpa'"):
+    with pytest.raises(
+        UnsupportedError, match="jax_gpu on cpu expects one of auto, xla, got 'sdpa'"
+    ):
         batch_of(plan(), kernel="sdpa")
     with pytest.raises(TensorError, match="num_heads: expected a multiple of the 2 KV heads"):
         ENGINE.prepare(plan(), ROWS, TABLES, visibility=FULL, num_heads=3)
@@ -593,21 +595,22 @@ def test_kernels_are_chosen_by_name() -> None:
 # --- numbers ------------------------------------------------------------------------------------
 
 
-def test_long_tables_walk_only_the_visible_chunks() -> None:
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_long_tables_walk_only_the_visible_chunks(kv_heads: int) -> None:
     """1,500 keys in a table of 2,048, NaN everywhere else, a window that crosses chunks."""
-    shape = PoolShape("long", (Group((Cells(1, 32),), 32),), 80)
+    shape = PoolShape("long", (Group((Cells(kv_heads, 32),), 32),), 80)
     resolved = plan_of(shape, "LBHNC", "float32")
     blocks = np.random.default_rng(3).permutation(79)[:64] + 1
     tables = Tables({"a": blocks.tolist()})
-    k, v = numbers(1500, 1, 32, seed=1), numbers(1500, 1, 32, seed=2)
-    q = numbers(640, 2, 32, seed=3)
+    k, v = (numbers(1500, kv_heads, 32, seed=seed) for seed in (1, 2))
+    q = numbers(640, 2 * kv_heads, 32, seed=3)
     rule = Visibility(causal=True, window_left=700)
     batch = ENGINE.prepare(
         resolved,
         [row("a", 600, 1500)],
         tables,
         visibility=rule,
-        num_heads=2,
+        num_heads=2 * kv_heads,
         bucket=Bucket(640, 1, 64),
     )
     pool = ENGINE.load_bytes(resolved, bytes([0xFF]) * resolved.size_bytes)

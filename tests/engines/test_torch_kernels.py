@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
 from typing import Any
@@ -13,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.torch_cuda.kernels.sdpa import STACKED_CELLS
+from backends.torch_cuda.kernels.sdpa import STACKED_CELLS, extent_of
 from backends.torch_cuda.kernels.segments import MIN_RUN, TILE, Mode, Segment, segment_row
 from backends.torch_cuda.paged import paged_attention
+from backends.torch_cuda.paging import cell_rows, page_geometry
 from layout_core.rows import PagedAttentionRow
 from layout_core.visibility import Visibility, row_intervals
 from tests.engines.test_torch_paged import (
     ENGINE,
+    LAYOUTS,
     Tables,
     plan,
     poisoned,
@@ -27,7 +30,7 @@ from tests.engines.test_torch_paged import (
     row,
     slots_of,
 )
-from tests.oracle import dense_attention, mask_from_intervals
+from tests.oracle import dense_attention, mask_from_intervals, visible
 from tests.tolerances import assert_close
 
 
@@ -161,7 +164,8 @@ def test_a_step_of_unchanged_rows_reads_nothing_back() -> None:
         out, _ = ENGINE.forward_paged(pool, 0, query, key, value, batch)
     assert bool(torch.isfinite(out).all())
     assert watch.seen["index_copy_"] == 2
-    assert watch.seen["index_select"] == 2 + 3  # K and V of the writing rows, cells of each row
+    # K and V of the writing rows, cells of each row but the last, which lies in one block
+    assert watch.seen["index_select"] == 2 + 2
     assert watch.reads == {}
     with Watch() as control:  # the double does count a read
         float(out.sum())
@@ -246,6 +250,64 @@ def test_short_rows_of_equal_shape_share_a_call_and_stay_apart() -> None:
     again, _ = ENGINE.forward_paged(pool, 0, query, None, None, batch)
     same = [i for i in range(8) if torch.equal(out[5 * i : 5 * i + 5], again[5 * i : 5 * i + 5])]
     assert same == [0, 1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_of_adjacent_blocks_is_read_where_it_lies(layout: str, dtype: str) -> None:
+    """In layouts that keep its tokens at even distances; the others gather, and both agree.
+
+    In 16 bits where its tokens are side by side too: elsewhere gathering is faster.
+    """
+    resolved = plan(layout, dtype, layers=2)
+    rng = np.random.default_rng(0)
+    ids = [3, 4, 5, 6, 7]
+    pool = poisoned(resolved)
+    key, value = random(rng, 37, 2, 32, dtype=dtype), random(rng, 37, 2, 32, dtype=dtype)
+    ENGINE.write(pool, 1, key, value, slots_of(ids, 37, 8))
+    query = random(rng, 21, 4, 32, dtype=dtype)
+    rule = Visibility(causal=False, window_left=9, window_right=6)
+    batch = ENGINE.prepare(
+        resolved, [row(21, 37, 13, read_only=True)], Tables({("r", 0): ids}), visibility=rule,
+        num_heads=4,
+    )  # fmt: skip
+    with Watch() as watch:
+        out, _ = ENGINE.forward_paged(pool, 1, query, None, None, batch)
+    even = layout in (("LBNHC", "LHBNC") if dtype == "float32" else ("LHBNC",))
+    assert ("index_select" not in watch.seen) == even
+    expected, _ = dense_attention(
+        *(x.double().numpy() for x in (query, key, value)),
+        visible(21, 37, kv_start_pos=13, window_left=9, window_right=6),
+    )
+    assert_close(out.double().numpy(), expected, "attention", dtype, layout)
+
+
+def test_extents_are_found_by_brute_force() -> None:
+    """Every run of ids, first key and last key: where one is found, it is where each cell lies."""
+    found = 0
+    for layout in LAYOUTS:
+        geometry = page_geometry(plan(layout, num_blocks=9, block_size=4).layers[1])
+        for ids in ([2], [2, 3], [2, 3, 4], [3, 2], [2, 4], [2, 2], [5, 6, 8], [1, 5, 6]):
+            table = torch.tensor(ids)
+            for first in range(4 * len(ids)):
+                for last in range(first + 1, 4 * len(ids) + 1):
+                    extent = extent_of(geometry, ids, first, last)
+                    rows = cell_rows(geometry, table, first, last).view(2, -1)
+                    starts = (rows * geometry.cell_pitch).tolist()
+                    even = all(
+                        b - a == starts[0][1] - starts[0][0]
+                        for head in starts
+                        for a, b in itertools.pairwise(head)
+                    )
+                    if extent is None:
+                        assert not even or last - first <= 4
+                        continue
+                    found += 1
+                    assert starts == [
+                        [extent.start + h * extent.head_stride + i * extent.token_stride
+                         for i in range(last - first)] for h in range(2)
+                    ]  # fmt: skip
+    assert found > 500
 
 
 def test_long_rows_are_not_stacked() -> None:

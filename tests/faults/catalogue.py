@@ -325,12 +325,12 @@ def _torch_no_masks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _torch_store_swapped(patch: pytest.MonkeyPatch) -> None:
-    from backends.torch_cuda import paged
+    from backends.torch_cuda import moves
 
-    original = paged._store
+    original = moves.store_rows
     patch.setattr(
-        paged,
-        "_store",
+        moves,
+        "store_rows",
         lambda layer, key, value, tokens, rows: original(layer, value, key, tokens, rows),
     )
 
@@ -339,11 +339,11 @@ def _torch_bits_through_float(patch: pytest.MonkeyPatch) -> None:
     """A conversion on the way: a signalling NaN comes out quiet."""
     import torch
 
-    from backends.torch_cuda import paged
+    from backends.torch_cuda import moves
 
-    original = paged.as_bits
+    original = moves.as_bits
     patch.setattr(
-        paged, "as_bits", lambda source: original(source.to(torch.float64).to(source.dtype))
+        moves, "as_bits", lambda source: original(source.to(torch.float64).to(source.dtype))
     )
 
 

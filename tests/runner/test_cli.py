@@ -186,6 +186,27 @@ def test_doctor_says_what_is_there_and_what_is_not(
     assert "torch_cuda" in capsys.readouterr().out
 
 
+def test_doctor_explains_which_kernel_serves_a_shape(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without a GPU too: it says what was assumed."""
+    shape = ("--queries", "1024", "--keys", "8192", "--json")
+    assert call(monkeypatch, "doctor", "--device", "cpu", *shape) == 0
+    choice = json.loads(capsys.readouterr().out)
+    assert (choice["kernel"], choice["assumed"]) == ("sdpa", None)
+    assert ["triton", "runs on CUDA devices alone"] in choice["kernels"]
+    for more, kernel in (((), "gather"), (("--bucket",), "triton"), (("--causal",), "triton")):
+        assert call(monkeypatch, "doctor", "--device", "cuda", *shape, *more) == 0
+        choice = json.loads(capsys.readouterr().out)
+        assert choice["kernel"] == kernel
+        assert choice["kernels"][-1][0] == "sdpa"
+    assert call(monkeypatch, "doctor", "--device", "cuda", *shape[:-1], "--layout", "HND") == 0
+    printed = capsys.readouterr().out
+    assert "kernel gather" in printed
+    assert call(monkeypatch, "doctor", "--queries", "8", "--keys", "7") == 2
+    assert "span must lie within" in capsys.readouterr().err
+
+
 def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "run", "--help") == 0
     printed = capsys.readouterr().out

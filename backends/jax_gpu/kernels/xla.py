@@ -2,8 +2,8 @@
 
 A call is one compiled program, whatever its rows, spans and lengths: one for each layer.
 
-For each KV head and each row, the keys that the row's queries see are gathered from their
-pages into float32, then each chunk of queries attends to them. A table of more than
+For each pair of KV heads and each row, the keys that the row's queries see are gathered from
+their pages into float32, then each chunk of queries attends to them. A table of more than
 :data:`WHOLE_TABLE` keys is walked in chunks, with an online softmax, and the bounds of the walk
 are data: keys outside the intervals, and the unused rest of a bucket, cost nothing. Within a
 chunk a query's interval is a mask.
@@ -30,8 +30,13 @@ MAX_QUERY_ROWS = 512
 WHOLE_TABLE = 512
 """Keys of a table that is attended to at once; a larger one is walked in chunks."""
 
-KEY_CHUNK = 128
+KEY_CHUNK = 256
 """Keys of a chunk. A row pays for whole chunks, and a tile of scores stays in the cache."""
+
+HEADS_AT_ONCE = 2
+"""KV heads of a tile, where their number is a multiple of it. XLA on the CPU runs a loop's
+operations one after another, so cores share work only within an operation. A tile of two heads
+gives each of two cores whole matrices, and more cores their rows."""
 
 _FLOAT = jnp.float32
 _MINUS_INFINITY = float("-inf")
@@ -41,14 +46,21 @@ _LEAST_FINITE = float(np.finfo(np.float32).min)
 # indices here are never negative, so JAX need not compile their wrapping
 _slice = partial(lax.dynamic_slice, allow_negative_indices=False)
 _update = partial(lax.dynamic_update_slice, allow_negative_indices=False)
+_BY_HEAD_QK = (((2,), (2,)), ((0,), (0,)))  # [h, m, D] and [h, keys, D] -> [h, m, keys]
+_BY_HEAD_WV = (((2,), (1,)), ((0,), (0,)))  # [h, m, keys] and [h, keys, Dv] -> [h, m, Dv]
 _dot = partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=_FLOAT)
 
 KeysAndValues = tuple[jax.Array, jax.Array]
 
 Bias = Callable[[jax.Array, jax.Array | int], jax.Array]
-"""Scores ``[m, keys]`` and the position of the first key -> the scores with a mask applied."""
+"""Scores ``[h, m, keys]`` and the position of the first key -> the scores with a mask applied."""
 
 OutputAndLSE = tuple[jax.Array, jax.Array]
+
+
+def heads_at_once(heads: int) -> int:
+    """KV heads that go through the loops together: a divisor of ``heads``."""
+    return HEADS_AT_ONCE if heads % HEADS_AT_ONCE == 0 else 1
 
 
 def query_chunk(num_tokens: int, num_rows: int, group_size: int) -> int:
@@ -101,17 +113,19 @@ def paged_attention(
 
     chunk = query_chunk(tokens, rows, group)
     padding = (0, chunk)  # so that the last chunk of the last row is a whole slice
-    # [H, (T + chunk) * group, D]: queries of one KV head packed as rows of one matrix
+    # [H / h, h, (T + chunk) * group, D]: a KV head's queries packed as rows of one matrix
     packed = query.astype(_FLOAT) * score_scale
     packed = packed.reshape(tokens, heads, group, -1).transpose(1, 0, 2, 3)
     packed = jnp.pad(packed, ((0, 0), padding, (0, 0), (0, 0)))
-    packed = packed.reshape(heads, (tokens + chunk) * group, -1)
+    width = heads_at_once(heads)
+    packed = packed.reshape(heads // width, width, (tokens + chunk) * group, -1)
     lo, hi = jnp.pad(lo, padding), jnp.pad(hi, padding)
     chunked = max_keys > WHOLE_TABLE
     attend = partial(_attend_in_chunks if chunked else _attend_at_once, softcap=softcap)
 
-    def one_head(head_and_queries: tuple[jax.Array, jax.Array]) -> OutputAndLSE:
-        head, queries = head_and_queries
+    def some_heads(first_and_queries: tuple[jax.Array, jax.Array]) -> OutputAndLSE:
+        first, queries = first_and_queries  # queries [h, rows of the matrix, D]
+        head = first + jnp.arange(width, dtype=jnp.int32)
 
         def one_row(row: jax.Array, carry: tuple[OutputAndLSE, KeysAndValues | None]) -> object:
             state, buffers = carry
@@ -129,35 +143,35 @@ def paged_attention(
                 # queries past the row's end see nothing here; their own row writes them later
                 inside = start + jnp.arange(chunk, dtype=jnp.int32) < end
                 output, lse = attend(
-                    _slice(queries, (start * group, 0), (chunk * group, queries.shape[1])),
+                    _slice(queries, (0, start * group, 0), (width, chunk * group, cell.head_size)),
                     jnp.repeat(jnp.where(inside, _slice(lo, (start,), (chunk,)), 0), group),
                     jnp.repeat(jnp.where(inside, _slice(hi, (start,), (chunk,)), 0), group),
                     *keys_and_values,
                 )
                 output = (output * value_scale).astype(query.dtype)
                 return (
-                    _update(state[0], output, (start * group, 0)),
-                    _update(state[1], lse, (start * group,)),
+                    _update(state[0], output, (0, start * group, 0)),
+                    _update(state[1], lse, (0, start * group)),
                 )
 
             chunks = lax.div(end - begin + (chunk - 1), chunk)
             return lax.fori_loop(0, chunks, one_chunk, state), buffers
 
         state = (
-            jnp.zeros((queries.shape[0], cell.head_size_v), query.dtype),
-            jnp.full((queries.shape[0],), _MINUS_INFINITY, _FLOAT),
+            jnp.zeros((*queries.shape[:2], cell.head_size_v), query.dtype),
+            jnp.full(queries.shape[:2], _MINUS_INFINITY, _FLOAT),
         )
         buffers = None
         if chunked:
             padded_keys = -(-max_keys // KEY_CHUNK) * KEY_CHUNK
             buffers = (
-                jnp.zeros((padded_keys, cell.head_size), _FLOAT),
-                jnp.zeros((padded_keys, cell.head_size_v), _FLOAT),
+                jnp.zeros((width, padded_keys, cell.head_size), _FLOAT),
+                jnp.zeros((width, padded_keys, cell.head_size_v), _FLOAT),
             )
         (output, lse), _ = lax.fori_loop(0, rows, one_row, (state, buffers))
-        return output[: tokens * group], lse[: tokens * group]
+        return output[:, : tokens * group], lse[:, : tokens * group]
 
-    output, lse = lax.map(one_head, (jnp.arange(heads, dtype=jnp.int32), packed))
+    output, lse = lax.map(some_heads, (jnp.arange(0, heads, width, dtype=jnp.int32), packed))
     output = output.reshape(heads, tokens, group, -1).transpose(1, 0, 2, 3)
     lse = lse.reshape(heads, tokens, group).transpose(1, 0, 2)
     return output.reshape(tokens, num_heads, -1), lse.reshape(tokens, num_heads)
@@ -173,14 +187,17 @@ def _read_keys(
     last: jax.Array,
     position: jax.Array,
 ) -> KeysAndValues:
-    """One head's K and V at these positions of a row, float32, zero outside ``[first, last)``."""
+    """K and V ``[h, positions, ...]`` of heads ``[h]`` at these positions of a row.
+
+    In float32, zero outside ``[first, last)``.
+    """
     entry = jnp.minimum(lax.div(position, cell.block_size), table.shape[0] - 1)
     block = table.at[entry].get(mode="promise_in_bounds", wrap_negative_indices=False)
     cells = (
         address.offset
         + block * address.block_stride
         + lax.rem(position, cell.block_size) * address.token_stride
-        + head * address.head_stride
+        + head[:, None] * address.head_stride
     )
     key, value = read_cells(words, cell, cells)
     visible = _inside(position, first, last)[:, None]
@@ -201,7 +218,7 @@ def _fill(
     def one_chunk(index: jax.Array, buffers: KeysAndValues) -> KeysAndValues:
         start = index * KEY_CHUNK
         key, value = read(start + jnp.arange(KEY_CHUNK, dtype=jnp.int32))
-        return _update(buffers[0], key, (start, 0)), _update(buffers[1], value, (start, 0))
+        return _update(buffers[0], key, (0, start, 0)), _update(buffers[1], value, (0, start, 0))
 
     begin, end = _chunk_range(first, last)
     filled: KeysAndValues = lax.fori_loop(begin, end, one_chunk, buffers)
@@ -222,13 +239,13 @@ def _scores(
     softcap: jax.Array | None,
     bias: Bias | None,
 ) -> jax.Array:
-    """Scores ``[m, keys]`` of the keys from position ``start``, −inf where not visible."""
-    score = _dot(queries, key, (((1,), (1,)), ((), ())))
+    """Scores ``[h, m, keys]`` of the keys from position ``start``, −inf where not visible."""
+    score = _dot(queries, key, _BY_HEAD_QK)
     if softcap is not None:
         score = softcap * jnp.tanh(score / softcap)
     if bias is not None:
         score = bias(score, start)
-    position = start + jnp.arange(key.shape[0], dtype=jnp.int32)
+    position = start + jnp.arange(key.shape[1], dtype=jnp.int32)
     return jnp.where(_inside(position, lo[:, None], hi[:, None]), score, _MINUS_INFINITY)
 
 
@@ -247,7 +264,7 @@ def _finite(largest: jax.Array) -> jax.Array:
 
 
 def _finish(output: jax.Array, base: jax.Array, total: jax.Array) -> OutputAndLSE:
-    return output / jnp.where(total == 0, 1, total)[:, None], base + jnp.log(total)
+    return output / jnp.where(total == 0, 1, total)[..., None], base + jnp.log(total)
 
 
 def _attend_at_once(
@@ -260,16 +277,18 @@ def _attend_at_once(
     softcap: jax.Array | None = None,
     bias: Bias | None = None,
 ) -> OutputAndLSE:
-    """Attention of scaled queries ``[m, D]`` over all keys, which start at position 0.
+    """Attention of scaled queries ``[h, m, D]`` over all keys, which start at position 0.
+
+    ``lo``, ``hi`` ``[m]`` are the same for all heads; ``key`` and ``value`` are ``[h, keys, ...]``.
 
     Returns:
-        ``(output [m, Dv], log of the sum of exponentials [m])``, float32.
+        ``(output [h, m, Dv], log of the sum of exponentials [h, m])``, float32.
     """
     score = _scores(queries, key, lo, hi, 0, softcap, bias)
-    base = _finite(jnp.max(score, axis=1))
-    weight = jnp.exp(score - base[:, None])
-    output = _dot(weight, value, (((1,), (0,)), ((), ())))
-    return _finish(output, base, jnp.sum(weight, axis=1))
+    base = _finite(jnp.max(score, axis=2))
+    weight = jnp.exp(score - base[..., None])
+    output = _dot(weight, value, _BY_HEAD_WV)
+    return _finish(output, base, jnp.sum(weight, axis=2))
 
 
 def _attend_in_chunks(
@@ -297,25 +316,27 @@ def _attend_in_chunks(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         largest, total, output = state
         start = index * KEY_CHUNK
-        key = _slice(key_buffer, (start, 0), (KEY_CHUNK, key_buffer.shape[1]))
-        value = _slice(value_buffer, (start, 0), (KEY_CHUNK, value_buffer.shape[1]))
+        key, value = (
+            _slice(buffer, (0, start, 0), (buffer.shape[0], KEY_CHUNK, buffer.shape[2]))
+            for buffer in (key_buffer, value_buffer)
+        )
         if seen is not None:
             shown = _inside(start + jnp.arange(KEY_CHUNK, dtype=jnp.int32), *seen)[:, None]
             key, value = jnp.where(shown, key, 0), jnp.where(shown, value, 0)
         score = _scores(queries, key, lo, hi, start, softcap, bias)
-        new_largest = jnp.maximum(largest, jnp.max(score, axis=1))
+        new_largest = jnp.maximum(largest, jnp.max(score, axis=2))
         base = _finite(new_largest)
-        weight = jnp.exp(score - base[:, None])
+        weight = jnp.exp(score - base[..., None])
         shrink = jnp.exp(largest - base)
-        total = total * shrink + jnp.sum(weight, axis=1)
-        output = output * shrink[:, None] + _dot(weight, value, (((1,), (0,)), ((), ())))
+        total = total * shrink + jnp.sum(weight, axis=2)
+        output = output * shrink[..., None] + _dot(weight, value, _BY_HEAD_WV)
         return new_largest, total, output
 
-    count = queries.shape[0]
+    count = queries.shape[:2]
     state = (
-        jnp.full((count,), _MINUS_INFINITY, _FLOAT),
-        jnp.zeros((count,), _FLOAT),
-        jnp.zeros((count, value_buffer.shape[1]), _FLOAT),
+        jnp.full(count, _MINUS_INFINITY, _FLOAT),
+        jnp.zeros(count, _FLOAT),
+        jnp.zeros((*count, value_buffer.shape[2]), _FLOAT),
     )
     largest, total, output = lax.fori_loop(*_chunk_range(first, last), one_chunk, state)
     return _finish(output, _finite(largest), total)
@@ -381,13 +402,19 @@ def dense_attention(
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, more), (0, key_rest)))
     position = jnp.arange(num_keys + key_rest, dtype=jnp.int32)
 
-    def one_head(index: jax.Array) -> jax.Array:
+    width = heads_at_once(heads)
+
+    def of_heads(array: jax.Array, sample: jax.Array, head: jax.Array) -> jax.Array:
+        part: jax.Array = _slice(array, (sample, head, 0, 0), (1, width, *array.shape[2:]))[0]
+        return part
+
+    def some_heads(index: jax.Array) -> jax.Array:
         sample, head = lax.div(index, heads), lax.rem(index, heads)
-        own_queries, own_lo, own_hi = queries[sample, head], lo[sample], hi[sample]
+        own_queries, own_lo, own_hi = of_heads(queries, sample, head), lo[sample], hi[sample]
 
         def one_row(row: jax.Array, output: jax.Array) -> jax.Array:
             first, last = key_ranges[sample, row]
-            own_key, own_value = key[sample, head], value[sample, head]
+            own_key, own_value = (of_heads(x, sample, head) for x in (key, value))
             attend: Callable[..., OutputAndLSE] = _attend_at_once
             if chunked:  # a walk sets its chunks to zero as it reads them
                 attend = partial(_attend_in_chunks, seen=(first, last))
@@ -400,29 +427,32 @@ def dense_attention(
                 start = begin + at * chunk
                 bias = None
                 if mask is not None:
-                    bias = partial(_apply_mask, mask, (sample, head * group, start), group, chunk)
+                    at_query = (sample, head * group, start)
+                    bias = partial(_apply_mask, mask, at_query, (width, group, chunk))
                 # queries past the row's end see nothing here; their own row writes them later
                 inside = start + jnp.arange(chunk, dtype=jnp.int32) < end
                 part, _ = attend(
-                    _slice(own_queries, (start * group, 0), (chunk * group, size)),
+                    _slice(own_queries, (0, start * group, 0), (width, chunk * group, size)),
                     jnp.repeat(jnp.where(inside, _slice(own_lo, (start,), (chunk,)), 0), group),
                     jnp.repeat(jnp.where(inside, _slice(own_hi, (start,), (chunk,)), 0), group),
                     own_key,
                     own_value,
                     bias=bias,
                 )
-                written: jax.Array = _update(output, part.astype(query.dtype), (start * group, 0))
+                part = part.astype(query.dtype)
+                written: jax.Array = _update(output, part, (0, start * group, 0))
                 return written
 
             chunks = lax.div(end - begin + (chunk - 1), chunk)
             filled: jax.Array = lax.fori_loop(0, chunks, one_chunk, output)
             return filled
 
-        nothing = jnp.zeros(((tokens + chunk) * group, value.shape[3]), query.dtype)
+        nothing = jnp.zeros((width, (tokens + chunk) * group, value.shape[3]), query.dtype)
         outputs: jax.Array = lax.fori_loop(0, num_rows, one_row, nothing)
-        return outputs[: tokens * group]
+        return outputs[:, : tokens * group]
 
-    output: jax.Array = lax.map(one_head, jnp.arange(batch * heads, dtype=jnp.int32))
+    first = jnp.arange(0, batch * heads, width, dtype=jnp.int32)
+    output: jax.Array = lax.map(some_heads, first)
     output = output.reshape(batch, heads, tokens, group, -1)
     return output.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, num_heads, -1)
 
@@ -439,20 +469,24 @@ def _used_keys(lo: jax.Array, hi: jax.Array, mask: jax.Array, num_keys: int) -> 
 def _apply_mask(
     mask: jax.Array,
     at: tuple[jax.Array, jax.Array, jax.Array],
-    group: int,
-    chunk: int,
+    heads: tuple[int, int, int],
     score: jax.Array,
     start: jax.Array | int,
 ) -> jax.Array:
-    """The part of a mask at (sample, head, query), applied to the scores of a chunk."""
-    full = (1, group, chunk, score.shape[1])
+    """The part of a mask at (sample, query head, query), applied to the scores of a chunk.
+
+    ``heads`` is (KV heads, query heads of each, queries) of the chunk.
+    """
+    width, group, chunk = heads
+    keys = score.shape[2]
+    full = (1, width * group, chunk, keys)
     sizes = [1 if b == 1 else a for a, b in zip(full, mask.shape, strict=True)]
     begin = tuple(
         jnp.int32(0) if size == 1 else jnp.int32(i)
         for i, size in zip((*at, start), mask.shape, strict=True)
     )
-    part = _slice(mask, begin, sizes)[0].transpose(1, 0, 2)  # [chunk, group, keys], some of 1
-    part = jnp.broadcast_to(part, (chunk, group, score.shape[1])).reshape(score.shape)
+    part = jnp.broadcast_to(_slice(mask, begin, sizes)[0], full[1:])
+    part = part.reshape(width, group, chunk, keys).transpose(0, 2, 1, 3).reshape(score.shape)
     if mask.dtype == jnp.bool_:
         return jnp.where(part, score, _MINUS_INFINITY)
     return score + part.astype(_FLOAT)

@@ -11,16 +11,30 @@ import torch
 from backends.torch_cuda.allocator import LayerTensors
 from backends.torch_cuda.paging import PageGeometry
 from layout_core.step import StepPlan
-from layout_core.views import LayerView
+from layout_core.views import LayerView, ResolvedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What choices depend on."""
+
+    capability: tuple[int, int]
+    num_sms: int
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """What a kernel must serve: a device, query heads and the layers of one group."""
+    """What a kernel must serve: a step on a device, for the layers of one group."""
 
     device: torch.device
     num_heads: int
     layers: tuple[LayerView, ...]
+    step: StepPlan
+
+    @property
+    def resolved(self) -> ResolvedLayout:
+        """The plan of the allocation."""
+        return self.step.resolved
 
 
 @dataclass(slots=True, eq=False)
@@ -58,23 +72,45 @@ class Kernel(Protocol):
         """The name that ``kernel=`` takes."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether :meth:`run` may be captured in a CUDA graph and replayed after updates."""
+        ...
+
     def refuse(self, case: KernelCase) -> str | None:
         """Why the kernel cannot serve a case; ``None`` where it can."""
         ...
 
     def plan(
         self,
-        step: StepPlan,
+        case: KernelCase,
         tensors: StepTensors,
         geometries: Mapping[PageGeometry, int],
     ) -> Any:
         """What the kernel precomputes for a step.
 
         Args:
-            step: the host's integers.
+            case: what was not refused; its ``step`` holds the host's integers.
             tensors: the same on the device.
             geometries: the distinct geometries of the group's layers, numbered.
         """
+        ...
+
+    def update(
+        self,
+        work: Any,
+        case: KernelCase,
+        tensors: StepTensors,
+        geometries: Mapping[PageGeometry, int],
+    ) -> Any:
+        """As :meth:`plan` for new integers of the same shapes, with the work of the old ones.
+
+        A capturable kernel refills ``work`` where it lies, and returns it.
+        """
+        ...
+
+    def notes(self, case: KernelCase) -> tuple[str, ...]:
+        """What a user may want to know: what this layout or dtype costs, in sentences."""
         ...
 
     def run(
