@@ -1,6 +1,6 @@
 """Candidates timed beside each other: interleaved rounds, medians, ratios of one round.
 
-Every round runs all candidates once, one after another, each round starting with another one.
+Every round runs all candidates once, in an order of its own, so that none always follows the same.
 A ratio is the median over the rounds of a candidate's time in that of the base in the same
 round, so that a machine that slows down slows both.
 """
@@ -8,6 +8,7 @@ round, so that a machine that slows down slows both.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -37,12 +38,15 @@ class Limits:
         seconds: time of a slow candidate that is enough; > 0.
         least: rounds that are run in any case; >= 1.
         warmup: rounds before the first that counts; >= 0.
+        settle: seconds of rest before each call; >= 0. Worker threads of one framework spin for
+            some time after a call, and would slow down the next candidate where it is another's.
     """
 
     rounds: int = 30
     seconds: float = 2.0
     least: int = 5
     warmup: int = 2
+    settle: float = 0.01
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("least", 1), ("warmup", 0)):
@@ -51,6 +55,8 @@ class Limits:
                 raise RunError(f"{name}: expected an int >= {least}, got {value!r}")
         if not self.seconds > 0:
             raise RunError(f"seconds: expected more than 0, got {self.seconds!r}")
+        if not self.settle >= 0:
+            raise RunError(f"settle: expected at least 0, got {self.settle!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +115,11 @@ def interleave(
     """Seconds of each call in each round that counts."""
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)  # the same in every run
     number = 0
     while True:
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in order.sample(names, len(names)):
+            time.sleep(limits.settle)
             start = clock()
             result = calls[name]()
             spent = result.seconds if isinstance(result, Timed) else clock() - start

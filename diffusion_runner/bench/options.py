@@ -12,7 +12,7 @@ from layout_core import KVCacheLayout
 
 DTYPES = ("float32", "float16", "bfloat16")
 TABLES = ("shuffled", "ascending")
-QUICK_LIMITS = Limits(rounds=5, seconds=0.5, least=3, warmup=1)
+QUICK_LIMITS = Limits(rounds=5, seconds=0.5, least=3, warmup=1, settle=0)
 
 
 @dataclass(frozen=True, slots=True)

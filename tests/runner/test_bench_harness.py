@@ -39,11 +39,15 @@ class Clock:
         return work
 
 
-def test_rounds_are_interleaved_and_each_starts_with_another_candidate() -> None:
+def test_rounds_are_interleaved_each_in_an_order_of_its_own() -> None:
     clock = Clock()
-    calls = {name: clock.call(name, lambda _: 1.0) for name in "abc"}
-    interleave(calls, Limits(rounds=2, seconds=100, least=2, warmup=1), clock)
-    assert "".join(clock.order) == "abc" + "bca" + "cab"
+    calls = {name: clock.call(name, lambda _: 1.0) for name in "abcd"}
+    interleave(calls, Limits(rounds=20, seconds=100, least=2, warmup=1, settle=0), clock)
+    rounds = ["".join(clock.order[at : at + 4]) for at in range(0, 84, 4)]
+    assert all(sorted(one) == list("abcd") for one in rounds)
+    assert len(set(rounds)) > 5
+    followers = {one[at + 1] for one in rounds for at in range(3) if one[at] == "a"}
+    assert followers == set("bcd")
 
 
 def test_warmup_rounds_do_not_count() -> None:
@@ -111,6 +115,8 @@ def test_what_is_refused() -> None:
         Limits(rounds=0)
     with pytest.raises(RunError, match=r"seconds: expected more than 0, got 0"):
         Limits(seconds=0)
+    with pytest.raises(RunError, match=r"settle: expected at least 0, got -1"):
+        Limits(settle=-1)
     with pytest.raises(RunError, match=r"two different sizes"):
         fitted_exponent([2.0, 2.0], [1.0, 1.0])
     found = compare("s", "case", {"a": int}, base="a", limits=Limits(1, 1, 1, 0))

@@ -28,7 +28,7 @@ from diffusion_runner.cli import app
 from diffusion_runner.errors import RunError
 from tests.oracle import dense_attention
 
-ONCE = Limits(rounds=1, seconds=0.01, least=1, warmup=0)
+ONCE = Limits(rounds=1, seconds=0.01, least=1, warmup=0, settle=0)
 
 
 @pytest.fixture(scope="module")
