@@ -322,7 +322,8 @@ def forward_paged(
         StaleBatchError: the block tables changed since the batch was prepared.
         PoolError: a batch of another plan, or a layer of another group.
         TensorError: shapes, dtypes, devices or scalars that do not fit.
-        Nothing was written where it raises.
+        Nothing was written where it raises; but in a model that ``torch.compile`` made, a wrong
+        query is found after K and V were stored, as the two are operators of their own there.
     """
     if torch.compiler.is_compiling():
         return _compiled(
