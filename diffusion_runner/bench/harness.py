@@ -110,15 +110,25 @@ def spread(values: list[float]) -> Spread:
 
 
 def interleave(
-    calls: Mapping[str, Call], limits: Limits, clock: Callable[[], float] = time.perf_counter
+    calls: Mapping[str, Call],
+    limits: Limits,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    base: str | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call in each round that counts."""
+    """Seconds of each call in each round that counts.
+
+    A candidate that has enough sits out the rounds that others still need; ``base`` never does, so
+    that the first rounds of a candidate are those of the base.
+    """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     order = random.Random(0)  # the same in every run
     number = 0
-    while True:
-        for name in order.sample(names, len(names)):
+    waiting = names
+    while waiting:
+        running = [name for name in names if name in waiting or name == base]
+        for name in order.sample(running, len(running)):
             time.sleep(limits.settle)
             start = clock()
             result = calls[name]()
@@ -126,11 +136,13 @@ def interleave(
             if number >= limits.warmup:
                 seconds[name].append(spent)
         number += 1
-        counted = number - limits.warmup
-        if counted >= limits.least and all(
-            counted >= limits.rounds or sum(times) >= limits.seconds for times in seconds.values()
-        ):
-            return seconds
+        if number - limits.warmup >= limits.least:
+            waiting = [name for name in names if not _enough(seconds[name], limits)]
+    return seconds
+
+
+def _enough(times: list[float], limits: Limits) -> bool:
+    return len(times) >= limits.rounds or sum(times) >= limits.seconds
 
 
 def compare(
@@ -150,12 +162,12 @@ def compare(
     """
     if base not in calls:
         raise RunError(f"base: expected one of {', '.join(calls)}, got {base!r}")
-    seconds = interleave(calls, limits, clock)
+    seconds = interleave(calls, limits, clock, base=base)
     timings = tuple(
         Timing(
             name,
             spread(times),
-            spread([a / b for a, b in zip(times, seconds[base], strict=True)]),
+            spread([a / b for a, b in zip(times, seconds[base], strict=False)]),
             len(times),
         )
         for name, times in seconds.items()

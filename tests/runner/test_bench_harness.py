@@ -65,6 +65,17 @@ def test_a_slow_candidate_ends_after_its_seconds_and_a_fast_one_goes_on() -> Non
     }
     times = interleave(calls, Limits(rounds=30, seconds=2.0, least=5, warmup=0), clock)
     assert len(times["fast"]) == 30
+    assert len(times["slow"]) == 5
+    # the base goes on for the others, and a ratio is of the rounds that both ran
+    found = compare(
+        "s", "c", calls, base="slow", limits=Limits(30, 2.0, 5, 0, settle=0), clock=clock
+    )
+    assert (found.timing("slow").samples, found.timing("fast").samples) == (30, 30)
+    found = compare(
+        "s", "c", calls, base="fast", limits=Limits(30, 2.0, 5, 0, settle=0), clock=clock
+    )
+    assert (found.timing("slow").samples, found.timing("fast").samples) == (5, 30)
+    assert found.timing("slow").ratio.median == pytest.approx(1000)
     alone = {"slow": clock.call("slow", lambda _: 1.0)}
     assert len(interleave(alone, Limits(30, 2.0, 5, 0), clock)["slow"]) == 5
 
