@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from array import array
@@ -28,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from backends.torch_cuda import create_engine
+from diffusion_runner.bench.harness import Limits, Timed, interleave
 from layout_core.dtypes import DType
 from layout_core.layouts import KVCacheLayout
 from layout_core.resolve import resolve_layout, single_group_config
@@ -286,12 +288,12 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     for name, call in candidates.calls.items():
         once = min(seconds_of(call, device, 2) for _ in range(2))
         times[name] = max(1, min(200, int(INNER_SECONDS / max(once, 1e-7))))
-    seconds: dict[str, list[float]] = {name: [] for name in candidates.calls}
-    for number in range(rounds + 2):
-        for name, call in candidates.calls.items():
-            took = seconds_of(call, device, times[name])
-            if number >= 2:
-                seconds[name].append(took)
+
+    def batch(name: str) -> Call:
+        return lambda: Timed(seconds_of(candidates.calls[name], device, times[name]))
+
+    limits = Limits(rounds=rounds, seconds=math.inf, least=rounds, warmup=2, settle=0)
+    seconds = interleave({name: batch(name) for name in candidates.calls}, limits)
     record: dict[str, Any] = {"case": asdict(case), "name": case.name, "absent": candidates.absent}
     record["seconds"] = {name: statistics.median(took) for name, took in seconds.items()}
     if case.part == "write":

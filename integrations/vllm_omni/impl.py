@@ -23,6 +23,20 @@ class OmniMetadataBuilder(AttentionMetadataBuilder[Any]):
         return abstract.AttentionMetadata(**values)
 
 
+class OmniBackend:
+    """What a backend of ours answers vLLM-Omni's selector; stands before the engine's own class."""
+
+    supported_platforms = PLATFORMS
+
+    @staticmethod
+    def get_metadata_cls() -> type[abstract.AttentionMetadata]:
+        return abstract.AttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        return OmniMetadataBuilder
+
+
 def check_construction(name: str) -> None:
     """Raise where the model that is being built would go past its attention backend.
 

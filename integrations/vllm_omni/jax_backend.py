@@ -13,39 +13,20 @@ from vllm_omni.diffusion.attention.backends import abstract
 
 from backends.jax_gpu.dense import JaxAttentionBackend, JaxAttentionImpl, dense_attention
 from integrations.tensors import JaxBridge
-from integrations.vllm_omni.impl import (
-    PLATFORMS,
-    OmniMetadataBuilder,
-    check_construction,
-    check_local_heads,
-)
+from integrations.vllm_omni.impl import OmniBackend, check_construction, check_local_heads
 from integrations.vllm_omni.metadata import as_attention_metadata
 from integrations.vllm_omni.paged import find_worker
-from layout_core.attention import (
-    PLATFORM_ALIASES,
-    AttentionMetadataBuilder,
-    PagedAttentionContext,
-)
+from layout_core.attention import PLATFORM_ALIASES, PagedAttentionContext
 from layout_core.errors import UnsupportedError
 from layout_core.views import ResolvedLayout
 
 
-class OmniJaxBackend(JaxAttentionBackend, abstract.AttentionBackend):
+class OmniJaxBackend(OmniBackend, JaxAttentionBackend, abstract.AttentionBackend):
     """:class:`JaxAttentionBackend`, as vLLM-Omni's selector and layers want it."""
-
-    supported_platforms = PLATFORMS
 
     @staticmethod
     def get_impl_cls() -> type[OmniJaxImpl]:
         return OmniJaxImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[abstract.AttentionMetadata]:
-        return abstract.AttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        return OmniMetadataBuilder
 
 
 class OmniJaxImpl(JaxAttentionImpl, abstract.AttentionImpl):

@@ -9,35 +9,20 @@ from vllm_omni.diffusion.attention.backends import abstract
 
 from backends.torch_cuda.allocator import TorchPool, pool_on
 from backends.torch_cuda.dense import TorchAttentionBackend, TorchAttentionImpl, dense_attention
-from integrations.vllm_omni.impl import (
-    PLATFORMS,
-    OmniMetadataBuilder,
-    check_construction,
-    check_local_heads,
-)
+from integrations.vllm_omni.impl import OmniBackend, check_construction, check_local_heads
 from integrations.vllm_omni.metadata import as_attention_metadata
 from integrations.vllm_omni.paged import find_worker
-from layout_core.attention import AttentionMetadataBuilder, PagedAttentionContext
+from layout_core.attention import PagedAttentionContext
 from layout_core.errors import PoolError
 from layout_core.views import LayerView, ResolvedLayout
 
 
-class OmniTorchBackend(TorchAttentionBackend, abstract.AttentionBackend):
+class OmniTorchBackend(OmniBackend, TorchAttentionBackend, abstract.AttentionBackend):
     """:class:`TorchAttentionBackend`, as vLLM-Omni's selector and layers want it."""
-
-    supported_platforms = PLATFORMS
 
     @staticmethod
     def get_impl_cls() -> type[OmniTorchImpl]:
         return OmniTorchImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[abstract.AttentionMetadata]:
-        return abstract.AttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        return OmniMetadataBuilder
 
 
 class OmniTorchImpl(TorchAttentionImpl, abstract.AttentionImpl):
